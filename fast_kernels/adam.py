@@ -12,6 +12,7 @@ Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -153,34 +154,18 @@ class _Tables:
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
-    sizes: list  # elements of each parameter, for which `chunks` was made
     addresses: list | None = None  # of the tensors for which `pointers` was made
     values: list | None = None  # host copy of `options`
 
 
-class NoPeers:
-    """What `FastAdam.divide` takes (see nanote.peers.Peers), where one process updates all parameters."""
-
-    count, distances, stride = 0, None, 0
-
-    def part(self, parameter):
-        return 0, parameter.numel()
-
-    def received_at(self, parameter):
-        return 0
-
-    def barrier(self):
-        pass
-
-    def all_reduce(self, tensor):
-        pass
+# What `FastAdam.divide` takes (see nanote.peers.Peers), where one process updates all parameters
+NO_PEERS = SimpleNamespace(
+    count=0, distances=None, stride=0, part=lambda parameter: (0, parameter.numel()),
+    received_at=lambda parameter: 0, barrier=lambda: None, all_reduce=lambda total: None)
 
 
-def _check_options(group, moment_dtype):
-    """Raise ValueError for options with which AdamW does not train."""
-    betas, lr = tuple(group["betas"]), float(group["lr"])
-    if not lr >= 0:
-        raise ValueError(f"FastAdam: lr {lr}: must be 0 or more; 1e-3 works")
+def _check_betas(betas, moment_dtype):
+    """Raise ValueError for betas with which AdamW does not train."""
     are_betas = all(0 <= beta < 1 for beta in betas)
     if not are_betas or moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
         raise ValueError(f"FastAdam: betas {betas}: must be in [0, 1), at most {LARGEST_BF16_BETA:.3f} with "
@@ -203,24 +188,19 @@ class FastAdam(torch.optim.Optimizer):
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
         self.dtype, self.gradient_dtype = None, None
         self.tables = []  # a _Tables for each parameter group
-        self.peers = NoPeers()
-        self.is_summed = False  # whether gradients are summed over GPUs, see `divide`
-        self.is_gathered = True  # whether this rank has the whole state, see `divide`
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.peers = NO_PEERS
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, options | dict(foreach=True))  # foreach: zero_grad in few launches
 
     def add_param_group(self, param_group):
         """Add parameters, also after the first step; their moments and step count start at zero."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         parameters = group["params"]
-        try:
-            _check_options(group, self.moment_dtype)
-            types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
-            if len(types) != 1 or not types <= set(TYPES):
-                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        _check_betas(group["betas"], self.moment_dtype)
+        types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
+        if len(types) != 1 or not types <= set(TYPES):
+            raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         self.dtype, = types
         self.master = "none"
         if self.dtype == torch.bfloat16:
@@ -231,8 +211,7 @@ class FastAdam(torch.optim.Optimizer):
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
             chunks=self._make_chunks(parameters).to(device), lr=group["lr"],
-            options=torch.zeros(4, dtype=torch.float64, device=device),
-            sizes=[p.numel() for p in parameters]))
+            options=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -249,48 +228,31 @@ class FastAdam(torch.optim.Optimizer):
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
     def divide(self, peers):
-        """Divide the update among `peers` (a nanote.peers.Peers; None: do not). All ranks must call this.
+        """Divide the update among `peers`, a nanote.peers.Peers. All ranks must call this.
 
-        From then on `gradient_norm` must come before each `step`: it sums this rank's part of the gradients
+        From then on call `gradient_norm` once before each `step`: it sums this rank's part of the gradients
         over all ranks, in place. `step` updates this rank's part of the parameters, here and on the other
         GPUs. Each rank then has its part of the state only: call `gather_state` before `state_dict`.
         """
-        self.gather_state()
-        self.peers, self.is_summed = peers or NoPeers(), False
+        self.peers = peers
         for group, tables in zip(self.param_groups, self.tables):
             tables.chunks, tables.addresses = self._make_chunks(group["params"]).to(tables.lr.device), None
 
     def gather_state(self):
         """Give every rank the whole state after steps of a divided update. All ranks must call this."""
-        if not self.is_gathered:
+        if self.peers.count:
             self.peers.gather([(tensor, parameter) for parameter, state in self.state.items()
                                for tensor in state.values()])
-        self.is_gathered = True
-
-    def state_dict(self):
-        if not self.is_gathered:
-            raise ValueError("FastAdam: this rank has a part of the state; call gather_state() on all ranks")
-        return super().state_dict()
-
-    @torch.no_grad()
-    def zero_grad(self, set_to_none=True):
-        self.is_summed = False
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if set_to_none or not gradients:
-            super().zero_grad()
-        else:
-            torch._foreach_zero_(gradients)
 
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
-        self.is_gathered = self.peers.count == 0  # this method runs before every step, replayed ones included
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
                 continue
             self._refuse_while_capturing()
-            _check_options(group, self.moment_dtype)
+            _check_betas(group["betas"], self.moment_dtype)
             if group["lr"] is not tables.lr:  # a number, or a tensor that no captured graph reads
                 group["lr"] = tables.lr.fill_(float(group["lr"]))
             tables.options.copy_(torch.tensor(values, dtype=torch.float64))
@@ -310,9 +272,6 @@ class FastAdam(torch.optim.Optimizer):
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
             if addresses != tables.addresses:
                 self._refuse_while_capturing()
-                if [p.numel() for p in group["params"]] != tables.sizes:
-                    raise ValueError("FastAdam: the parameters of a group were changed after it was created; "
-                                     "use add_param_group, or requires_grad_(False) to leave one out")
                 rows = [self._pointer_row(parameter, tables.lr.device) for parameter in group["params"]]
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.addresses = addresses
@@ -342,8 +301,6 @@ class FastAdam(torch.optim.Optimizer):
     def gradient_norm(self):
         """Return the total L2 norm of all gradients, () float32. After `divide` it sums these over ranks."""
         self.prepare()
-        if self.peers.count and self.is_summed:
-            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
         self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
@@ -355,7 +312,6 @@ class FastAdam(torch.optim.Optimizer):
                         TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         total = torch.cat(sums).sum()
         self.peers.all_reduce(total)
-        self.is_summed = True
         return total.sqrt()
 
     @torch.no_grad()
@@ -370,9 +326,6 @@ class FastAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.prepare()
-        if self.peers.count and not self.is_summed:
-            raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
-        self.is_summed = False
         is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
             group["step"] += is_counted
@@ -391,31 +344,22 @@ class FastAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have. Missing
-        moments become zero, and missing master weights the parameters. A state that does not fit raises
-        ValueError before anything is changed."""
+        moments become zero, and missing master weights the parameters. ValueError for a state that does not
+        fit."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
-        saved = {p: state_dict["state"].get(saved_id, {}) for saved_id, p in zip(saved_ids, parameters)}
-        for group in state_dict["param_groups"]:
-            _check_options(group, self.moment_dtype)
-        for parameter, values in saved.items():
-            for name, own in self.state[parameter].items():
-                value = values.get(name, own)
-                if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
-                    raise ValueError(f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own one "
-                                     f"{tuple(own.shape)} {own.dtype}; int16: store_param_remainders=True")
         state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
         # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
         super().load_state_dict({**state_dict, "state": {}})
         self.state = state
         for group, (lr, step) in zip(self.param_groups, kept):
             group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
-        self.is_gathered = True
-        for parameter, values in saved.items():
+        for saved_id, parameter in zip(saved_ids, parameters):
+            saved = state_dict["state"].get(saved_id, {})
             for name, own in state[parameter].items():
-                if name in values:
-                    own.copy_(values[name])
-                elif name == "master_param" and self.master == "float32":
-                    own.copy_(parameter)
-                else:
-                    own.zero_()
+                is_master = name == "master_param" and self.master == "float32"
+                value = saved.get(name, parameter if is_master else torch.zeros_like(own))
+                if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
+                    raise ValueError(f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own one "
+                                     f"{tuple(own.shape)} {own.dtype}; int16: store_param_remainders=True")
+                own.copy_(value)

@@ -14,8 +14,6 @@ References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 
 2020).
 """
 
-import inspect
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,14 +26,8 @@ try:
     from flash_attn.cute.interface import _flash_attn_fwd as fa4_forward
 except ImportError:
     fa4_forward = None
-try:  # on Hopper, only newer versions have a backward kernel for windows
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-    FA4_HAS_WINDOW_ON_HOPPER = "is_local" in inspect.signature(FlashAttentionBackwardSm90).parameters
-except ImportError:
-    FA4_HAS_WINDOW_ON_HOPPER = False
 
 aten = torch.ops.aten
-FA4_HAS_TILE_OPTION = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
 PROGRAMS = 1056  # of the backward kernel, 8 per SM of a Hopper GPU; each writes partial weight gradients
 TILE = 1024  # pairs (x[i], x[i + D/2]) of a program: per thread 8 of each half, 16 bytes of BF16
 
@@ -67,9 +59,8 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
         cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S, repeated as
-            needed. A token attends to its own document only, of at most S tokens. None: each sequence is one
-            document. On the host, a document that crosses a row is refused; on a GPU, it is one document of
-            the flattened batch.
+            needed. A token attends to its own document only, of at most S tokens; it may cross a row. None:
+            each sequence is one document.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
     """
     (batch, length), heads = qkv.shape[:2], n_head + 2 * n_kv_head
@@ -92,26 +83,11 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
-        _check_documents(cu_seqlens, batch, length)
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+            raise ValueError(f"cu_seqlens of {cu_seqlens.dtype}: must be a vector of torch.int32")
         cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
     out, _, _ = _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
     return out.flatten(2)
-
-
-def _check_documents(cu_seqlens, batch, length):
-    """Raise ValueError for documents that cross a row, if that needs no host synchronization."""
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: must be an int32 vector")
-    if not cu_seqlens.is_cpu or is_tracing():
-        return
-    start, end = cu_seqlens[:-1], cu_seqlens[1:]
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != batch * length or (end < start).any():
-        raise ValueError(f"cu_seqlens: must rise from 0 to B · S = {batch * length}")
-    crosses = (end > start) & (start // length != (end - 1) // length)
-    if crosses.any():
-        i = int(crosses.nonzero()[0])
-        raise ValueError(f"cu_seqlens: the document from {int(start[i])} to {int(end[i])} crosses a row of "
-                         f"{length} tokens; split it where the row ends")
 
 
 def _setup_context(ctx, inputs, output):
@@ -176,7 +152,9 @@ def _differentiate_separate(ctx, dout, _):
     dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
-    return *(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)), None
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients = _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, None)
+    return *(x.contiguous() for x in gradients), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -196,20 +174,19 @@ def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
 
 
 def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
-    gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv)
+    slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
+    gradients = _attend_backward(slices, dout, q, k, v, out, lse, cu_seqlens, window)
     if gradients[0].data_ptr() != dqkv.data_ptr():  # not FlashAttention 4, which writes there
         torch.cat(gradients, dim=2, out=dqkv)
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
-def _fa4_supports(head_dim, major, window):
+def _fa4_supports(head_dim, major):
     """Return whether FlashAttention 4's documentation lists this head size and GPU generation."""
     if fa4_forward is None or head_dim % 8 or head_dim > 256:
         return False
-    if major == 9:
-        return window is None or FA4_HAS_WINDOW_ON_HOPPER
-    return major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
+    return major == 9 or major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
 
 
 def _pick_kernel(q, cu_seqlens, window):
@@ -218,7 +195,7 @@ def _pick_kernel(q, cu_seqlens, window):
     if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
         return "sdpa"
     major = torch.cuda.get_device_capability()[0]
-    if _fa4_supports(head_dim, major, window):
+    if _fa4_supports(head_dim, major):
         return "fa4"
     has_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     fits_cudnn = (
@@ -259,7 +236,7 @@ def _varlen_options(q, cu_seqlens):
 def _tile_option(q):
     """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper, where
     the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %."""
-    is_small = FA4_HAS_TILE_OPTION and q.shape[1] <= 1024 and q.shape[-1] <= 64
+    is_small = q.shape[1] <= 1024 and q.shape[-1] <= 64
     return dict(tile_mn=(128, 128)) if is_small and torch.cuda.get_device_capability()[0] == 9 else {}
 
 
@@ -288,8 +265,8 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
-    """Return the gradients of q, k and v. FlashAttention 4 writes them to slices of dqkv, if given."""
+def _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Return the gradients of q, k and v: `gradients`, which FlashAttention 4 writes to, or others."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
@@ -303,10 +280,6 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
             True)
         return [x.transpose(1, 2) for x in gradients]
     varlen, length, shapes = {}, q.shape[1], [x.shape for x in (q, k, v)]
-    if kernel == "fa4" and dqkv is None:
-        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    elif kernel == "fa4":
-        gradients = dqkv.split([shape[2] for shape in shapes], dim=2)
     if cu_seqlens is not None:
         varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views

@@ -276,18 +276,12 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     return reduce_rows(partial_sums, dbias) if with_dbias else dbias
 
 
-def cast_all(casts):
-    """Quantize many tensors in one launch. casts: (x, FP8 tensor to write, scale, amax) of each, x (N, D)
-    BF16, N and D multiples of 16."""
-    if casts:
-        x, outputs, scale, amax = zip(*casts)
-        _cast_all(list(x), *map(list, zip(*outputs)), list(scale), list(amax))
-
-
 @operation(
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
     "Tensor(d!)[] amax) -> ()")
-def _cast_all(*tensors):
+def cast_all(*tensors):
+    """Quantize many tensors in one launch. Lists: x (N, D) BF16, N and D multiples of 16; the FP8 tensors to
+    write; scales and amaxes."""
     x, rowwise, columnwise, scale_inv, scale, amax = tensors
     if is_fake(x[0]):
         return

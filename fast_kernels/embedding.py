@@ -19,12 +19,6 @@ CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
 
 
-def embed_reference(tokens, weight, positions=None, position_weight=None):
-    """`embed` in plain PyTorch, for tokens and positions inside the tables."""
-    x = F.embedding(tokens, weight)
-    return x if positions is None else x + F.embedding(positions, position_weight)
-
-
 def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
     """Compute weight[tokens] + position_weight[positions], (B, S, C), differentiable in both weights.
 
@@ -32,7 +26,7 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
         tokens: (B, S) int64. With positions, an id outside the vocabulary gives NaN, so that the loss shows
             it, and adds nothing to a gradient. Without, PyTorch raises its own error.
         weight: (vocab_size, C), contiguous.
-        positions: int64, (B, S), or (S,) without duplicates; outside the table as tokens. None: none added.
+        positions: int64, (B, S) or (S,); outside the table as tokens. None: none added.
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
             pass, which runs first, appends its gradient, which is overwritten. Not under torch.compile.
@@ -71,10 +65,9 @@ def _embed_backward(ctx, dy, head_dweight=None):
     (tokens, positions), (vocab_size, num_positions) = ctx.saved_tensors, ctx.sizes
     dy, dpositions = dy.contiguous(), None
     dweight = sum_by_index(tokens.flatten(), dy.flatten(0, 1), vocab_size, head_dweight)
-    if positions is not None and positions.dim() == 1:
-        dpositions = sum_over_batch(dy, positions, num_positions)
-    elif positions is not None:
-        dpositions = sum_by_index(positions.flatten(), dy.flatten(0, 1), num_positions)
+    if positions is not None:
+        dy = dy.sum(0) if positions.dim() == 1 else dy.flatten(0, 1)
+        dpositions = sum_by_index(positions.flatten(), dy, num_positions)
     return None, dweight, None, dpositions
 
 
@@ -129,33 +122,6 @@ def _add_by_index(indices, dy, out):
     grid, sizes = (chunks, ceil_div(columns, COLUMNS)), dict(CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, len(out), count, columns, **sizes)
     _join_index_sums_kernel[grid](indices, out, partial_sums, len(out), count, columns, **sizes)
-
-
-@operation("(Tensor dy, Tensor positions, SymInt num_positions) -> Tensor")
-def sum_over_batch(dy, positions, num_positions):
-    """Sum dy (B, S, C) over B; return (num_positions, C) with sum i in row positions[i], zeros elsewhere."""
-    batch, length, columns = dy.shape
-    out = torch.zeros((num_positions, columns), dtype=dy.dtype, device=dy.device)
-    if is_fake(out):
-        return out
-    _sum_over_batch_kernel[length, ceil_div(columns, COLUMNS)](
-        dy, positions, out, batch, columns, num_positions, COLUMNS=COLUMNS, num_warps=1)
-    return out
-
-
-@triton.jit
-def _sum_over_batch_kernel(dy_ptr, positions_ptr, out_ptr, B, C, NUM_POSITIONS, COLUMNS: tl.constexpr):
-    """Sum COLUMNS columns of one position."""
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    dy_ptr += row * C + j
-    sums = tl.zeros((COLUMNS,), tl.float32)
-    for _ in tl.range(B, num_stages=4):
-        sums += tl.load(dy_ptr, mask=j < C, other=0.0).to(tl.float32)
-        dy_ptr += tl.num_programs(0).to(tl.int64) * C
-    position = tl.load(positions_ptr + row)
-    mask = j < tl.where((position >= 0) & (position < NUM_POSITIONS), C, 0)
-    tl.store(out_ptr + position * C + j, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

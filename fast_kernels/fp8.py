@@ -12,36 +12,31 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 KEPT = {aten.detach.default, aten.alias.default}  # the same tensor, outside autograd's graph
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 class Float8Tensor(torch.Tensor):
-    """A tensor of shape (…, D), quantized: value = data · scale_inv. Attributes: rowwise (N, D) FP8, N the
-    product of the other dimensions; columnwise (D, N) FP8, the transpose; scale_inv (1,) float32."""
+    """A tensor (N, D), quantized: value = data · scale_inv. Attributes: rowwise (N, D) FP8; columnwise (D, N)
+    FP8, the transpose; scale_inv (1,) float32."""
 
     @staticmethod
-    def __new__(cls, rowwise, columnwise, scale_inv, shape=None, dtype=torch.bfloat16):
-        shape = rowwise.shape if shape is None else shape
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rowwise.device)
+    def __new__(cls, rowwise, columnwise, scale_inv, dtype=torch.bfloat16):
+        return torch.Tensor._make_wrapper_subclass(cls, rowwise.shape, dtype=dtype, device=rowwise.device)
 
-    def __init__(self, rowwise, columnwise, scale_inv, shape=None, dtype=torch.bfloat16):
+    def __init__(self, rowwise, columnwise, scale_inv, dtype=torch.bfloat16):
         self.rowwise, self.columnwise, self.scale_inv = rowwise, columnwise, scale_inv
 
     def dequantize(self):
         """Return the values in this tensor's dtype."""
-        return (self.rowwise.float() * self.scale_inv).to(self.dtype).view(self.shape)
+        return (self.rowwise.float() * self.scale_inv).to(self.dtype)
 
     def __repr__(self):
         return f"Float8Tensor({tuple(self.shape)}, {self.rowwise.dtype}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in KEPT or function in VIEWS and args[1][-1] in (args[0].shape[-1], -1):
-            [tensor, *_] = args
-            shape = tensor.shape if function in KEPT else tensor.rowwise.new_empty(
-                tensor.shape, device="meta").view(args[1]).shape
-            if shape[-1] == tensor.shape[-1]:
-                return cls(tensor.rowwise, tensor.columnwise, tensor.scale_inv, shape, tensor.dtype)
+        if function in KEPT:
+            tensor, = args
+            return cls(tensor.rowwise, tensor.columnwise, tensor.scale_inv, tensor.dtype)
         if function._schema.is_mutable and isinstance(args[0], cls):
             raise RuntimeError(f"{function}: an FP8 gradient is read-only; do not change it in place")
         args, kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))

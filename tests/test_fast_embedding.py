@@ -90,7 +90,7 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
         positions = torch.arange(length, device=DEVICE)
     dy = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
-    assert torch.equal(x, fast_embedding.embed_reference(tokens, weight, positions, position_weight))
+    assert torch.equal(x, weight[tokens] + position_weight[positions])
     x.backward(dy)
     for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
         torch.testing.assert_close(
@@ -136,7 +136,6 @@ def test_operations_are_registered():
     torch.library.opcheck(ops.embed.default, (tokens, weight, None, None))
     out = torch.ones(50, 32, device=DEVICE)
     torch.library.opcheck(ops.add_by_index.default, (tokens.flatten(), dy.flatten(0, 1), out))
-    torch.library.opcheck(ops.sum_over_batch.default, (dy, torch.arange(33, device=DEVICE), 50))
     graph = torch.compile(fast_embedding.embed, fullgraph=True, backend="aot_eager")
     gradients = []
     for function in (fast_embedding.embed, graph):
@@ -189,4 +188,3 @@ def test_more_than_2_to_the_31_elements():
     assert torch.equal(x[0, -50:], 2 * weight[-50:])
     del weight
     assert torch.equal(fast_embedding.sum_by_index(tokens[0], x[0], rows)[-50:], x[0, -50:])
-    assert torch.equal(fast_embedding.sum_over_batch(x, tokens[0], rows)[-50:], x[0, -50:])
