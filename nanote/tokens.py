@@ -48,11 +48,7 @@ def open_tokens(folder, split, verify=True):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{meta_path}: damaged; {REMAKE}") from None
-    tokens = open_numbers(path, dtype, count, checksum, verify)
-    if verify and tokens.max() >= meta["vocab_size"]:
-        raise ValueError(f"{path}: holds the token {tokens.max()}, but vocab_size in meta.json is "
-                         f"{meta['vocab_size']}; {REMAKE}")
-    return tokens, meta
+    return open_numbers(path, dtype, count, checksum, verify), meta
 
 
 def open_numbers(path, dtype, count, checksum, verify):
