@@ -165,7 +165,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
 
 def make_profiler(steps: str | None, folder: str, device):
     """Return a context manager of a function: `with profile(step):` profiles the steps of `steps`."""
-    return logs.profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
+    return logs.Profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
 
 
 def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:
