@@ -91,7 +91,7 @@ def main(config: TrainConfig) -> None:
     config.out_dir = parallel.on_rank0(lambda: open_folder(config.out_dir, config.preset, config.resume))
     parallel.remember_folder(config.out_dir)
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints)
-    with checkpoint.lock(config.out_dir), closing(loader), closing(val), closing(saver):
+    with checkpoint.lock(config.out_dir), closing(saver):
         options = asdict(config) | {"command": shlex.join(sys.argv)}
         parallel.on_rank0(lambda: write_start(config.out_dir, options, source, first_step))
         step = train(config, model, optimizer, gradients, loader, val, saver, saved)
@@ -165,7 +165,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
 
 def make_profiler(steps: str | None, folder: str, device):
     """Return a context manager of a function: `with profile(step):` profiles the steps of `steps`."""
-    return logs.profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
+    return logs.Profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
 
 
 def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:

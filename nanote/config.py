@@ -164,8 +164,7 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
         "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
-    "above 0": (lambda v: v > 0, "lr rope_theta"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
+    "above 0": (lambda v: v > 0, "lr rope_theta layernorm_epsilon"),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
 }
 NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself
@@ -246,12 +245,11 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     default = TrainConfig(**PRESETS[glance(arguments).preset])
     config = parse(TrainConfig, arguments, "train.py", default=default)
     config.check()
-    if arguments != typed:
-        for name in ("model", "fp8_recipe"):
-            value = getattr(config, name)
-            if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
-                raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
-                                 f"checkpoint; pass {_flag(name)} {value} on the command line")
+    for name in ("model", "fp8_recipe"):
+        value = getattr(config, name)
+        if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
+            raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
+                             f"checkpoint; pass {_flag(name)} {value} on the command line")
     if folder:
         _check_resume(vars(config), saved, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)

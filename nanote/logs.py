@@ -18,10 +18,9 @@ from tqdm import tqdm
 from nanote import checkpoint, health, models, parallel, recipes
 from nanote.config import in_a_line
 
-MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
+MAX_SKIPPED = 10  # a run with more skipped steps has diverged
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
          "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
-VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # differ between equal runs
 
 
 class Diverged(RuntimeError):
@@ -89,11 +88,7 @@ class Log:
                  f"--fp8-recipe {config.fp8_recipe} {fp8_format}; {models.describe(model)}")
         tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
         epochs = config.max_steps * tokens_per_step / tokens
-        line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
-        if epochs > MAX_EPOCHS:
-            line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
-                     f"{max(1, tokens // tokens_per_step)} for one epoch")
-        self.say(f"{line}, {tokens_per_step:,} tokens a step")
+        self.say(f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs, {tokens_per_step:,} tokens a step")
         if reason:
             self.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
 
@@ -227,9 +222,8 @@ def read_metrics(path) -> list[dict]:
 def cut(folder, first_step: int) -> None:
     """Remove `first_step` and later steps from a run's logs, before the run repeats these steps."""
     paths = [Path(folder, name) for name in ("metrics.jsonl", "fp8_health.jsonl")]
-    records = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
-    for path, of_path in records.items():
-        kept = [json.dumps(record) + "\n" for record in of_path if record["step"] < first_step]
+    for path in filter(Path.exists, paths):
+        kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] < first_step]
         path.with_suffix(".tmp").write_text("".join(kept))
         path.with_suffix(".tmp").replace(path)
 
@@ -248,46 +242,39 @@ def plot_losses(folder) -> None:
     figure.savefig(Path(folder, "loss.png"), dpi=150)
 
 
-def profiler(steps: str, folder, device: torch.device):
-    """Return a context manager of `step`: `with step(number):` traces the steps START:STOP, on rank 0. The
+class Profiler(contextlib.ExitStack):
+    """`with Profiler(...) as profile:` and `with profile(step):` trace the steps START:STOP, on rank 0. The
     device is synchronized before and after them, so the trace holds them completely, and no others."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    traced, is_running = contextlib.ExitStack(), False
 
-    def write(profile) -> None:
-        path, order = Path(folder, "profile"), f"self_{device.type}_time_total"
-        try:
-            path.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(path / "trace.json.gz"))
-            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
-            (path / "table.txt").write_text(table)
-            print(f"--profile {steps}: {path} has a table, and a trace for ui.perfetto.dev")
-        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
-            print(f"--profile {steps}: {problem}; training continues")
+    def __init__(self, steps: str, folder, device: torch.device):
+        super().__init__()
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= self.first <= self.last:
+            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+        self.path, self.device, self.is_running = Path(folder, "profile"), device, False
 
     @contextlib.contextmanager
-    def step(number: int):
-        nonlocal is_running
-        if parallel.rank() != 0 or not first <= number <= last:
+    def __call__(self, step: int):
+        if parallel.rank() != 0 or not self.first <= step <= self.last:
             yield
             return
-        if not is_running:
-            synchronize()
-            traced.enter_context(torch.profiler.profile(on_trace_ready=write))
-            traced.callback(synchronize)
-            is_running = True
-        with torch.profiler.record_function(f"step {number}"):
+        if not self.is_running:
+            torch.get_device_module(self.device).synchronize()
+            self.enter_context(torch.profiler.profile(on_trace_ready=self._write))  # synchronizes at its end
+            self.is_running = True
+        with torch.profiler.record_function(f"step {step}"):
             yield
-        if number == last:
-            traced.close()
+        if step == self.last:  # the run may end before
+            self.close()
 
-    @contextlib.contextmanager
-    def steps_of_run():
-        with traced:  # the run may end before the last of the steps
-            yield step
-
-    return steps_of_run()
+    def _write(self, profile) -> None:
+        order = f"self_{self.device.type}_time_total"
+        try:
+            self.path.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(self.path / "trace.json.gz"))
+            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (self.path / "table.txt").write_text(table)
+            print(f"--profile: {self.path} has a table, and a trace for ui.perfetto.dev")
+        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
+            print(f"--profile: {problem}; training continues")

@@ -206,17 +206,12 @@ def first_of_ranks(value, group=None):
 
 
 def on_rank0(function, group=None):
-    """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
+    """Call `function` on rank 0 only. Every rank returns its result, or raises its error."""
     if not dist.is_initialized():
         return function()
-    try:
-        outcome = [function()] if rank() == 0 else None
-    except (ValueError, OSError) as error:
-        outcome = error
-    outcome = first_of_ranks(outcome, group)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome[0]
+    results = []
+    on_each_rank(lambda: results.append(function()) if rank() == 0 else None, group)
+    return first_of_ranks(results, group)[0]
 
 
 def on_each_rank(function, group=None) -> None:
@@ -226,8 +221,10 @@ def on_each_rank(function, group=None) -> None:
     own = None
     try:
         function()
+    except (ValueError, OSError) as error:
+        own = error
     except Exception as error:
-        own = error if isinstance(error, OSError) else RuntimeError(f"rank {rank()}: {error!r}")
+        own = RuntimeError(f"rank {rank()}: {error!r}").with_traceback(error.__traceback__)
     if first := first_of_ranks(own, group):
         raise own or first
 

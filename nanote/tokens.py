@@ -41,26 +41,23 @@ def open_tokens(folder, split, verify=True):
         raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
     try:
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
-        dtype, vocab_size = np.dtype(meta["dtype"]).newbyteorder("<"), meta["vocab_size"]
-        size, checksum = meta[f"{split}_tokens"] * dtype.itemsize, meta[f"{split}_sha256"]
-        has_checksum = "format" in meta or "sha256" in meta  # files of the first version have neither
-        if not 0 <= meta["eot"] < vocab_size or has_checksum and meta["sha256"] != meta_checksum(meta):
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        count, checksum = meta[f"{split}_tokens"], meta[f"{split}_sha256"]
+        own = meta.get("sha256", meta_checksum(meta))  # files of the first version have none
+        if own != meta_checksum(meta) or not 0 <= meta["eot"] < meta["vocab_size"]:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{meta_path}: damaged; {REMAKE}") from None
-    check_file(path, size, checksum, verify)
-    tokens = np.memmap(path, dtype, "r")
-    if verify and tokens.max() >= vocab_size:
-        raise ValueError(f"{path}: holds the token {tokens.max()}, but vocab_size in meta.json is "
-                         f"{vocab_size}; {REMAKE}")
-    return tokens, meta
+    return open_numbers(path, dtype, count, checksum, verify), meta
 
 
-def check_file(path, size, checksum, verify):
-    """Raise ValueError unless a file has the size and, if `verify`, the SHA-256 that meta.json says."""
+def open_numbers(path, dtype, count, checksum, verify):
+    """Return a file of `count` numbers as a memory map. verify: whether its SHA-256 must be `checksum`."""
+    size = count * dtype.itemsize
     if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
         raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
                          f"says {size} bytes with SHA-256 {checksum}; {REMAKE}")
+    return np.memmap(path, dtype, "r")
 
 
 @contextmanager
@@ -211,10 +208,7 @@ class Loader:
         length, seq_len = len(self.tokens), config.seq_len
         if checksum := self.meta.get(f"{split}_mask_sha256"):
             path = Path(config.data, f"{split}.mask")
-            check_file(path, length, checksum, verify=ranks.rank == 0)
-            self.mask = np.memmap(path, np.uint8, "r")
-            if not self.mask[1:].any():
-                raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
+            self.mask = open_numbers(path, np.dtype(np.uint8), length, checksum, verify=ranks.rank == 0)
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
@@ -236,12 +230,11 @@ class Loader:
 
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
-        first_step, first_sample = self._resumed
-        return first_sample + (step - first_step) * self.samples_per_step
+        return self._sample_of_step_0 + step * self.samples_per_step
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._resumed, self._prefetched = (step, sample), {}  # the latter: {step: future}
+        self._sample_of_step_0, self._prefetched = sample - step * self.samples_per_step, {}  # {step: future}
 
     def batches(self, step):
         """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
@@ -283,9 +276,6 @@ class Loader:
             batch = [tensor.to(self.device, non_blocking=True) for tensor in (inputs, labels, *packing)]
             yield batch, int((labels != -100).sum())
 
-    def close(self):
-        self._thread.shutdown(cancel_futures=True)
-
     def _read(self, step):
         """Return the micro-batches of a step in host memory."""
         first, micro_batches = self.samples_before(step), []
@@ -317,10 +307,9 @@ class Loader:
         if self.mask is not None:
             tensors[1][torch.from_numpy(self.mask[positions[:, 1:]] == 0)] = -100
         if self.max_documents:
-            documents = document_starts(tensors[0], self.start_token)
-            cu_seqlens = torch.full((self.max_documents + 1,), tensors[0].numel(), dtype=torch.int32)
-            cu_seqlens[:len(documents)] = documents
-            tensors.append(cu_seqlens)
+            documents = document_starts(tensors[0], self.start_token).to(torch.int32)
+            padding = (0, self.max_documents + 1 - len(documents))
+            tensors.append(torch.nn.functional.pad(documents, padding, value=tensors[0].numel()))
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a new thread starts on GPU 0, another rank's
                 tensors = [tensor.pin_memory() for tensor in tensors]

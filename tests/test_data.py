@@ -286,7 +286,6 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(fields, start):
                              pack_documents=True)
     loader = Loader(config, "train", SimpleNamespace(rank=0, count=1))
     [inputs, _, starts], _ = next(loader.evaluation(16))
-    loader.close()
     assert starts.tolist()[:3] == [0, expected.index(2) + (start is not None), 16]
 
 

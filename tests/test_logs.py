@@ -12,7 +12,7 @@ import torch
 
 from nanote import logs, models
 from nanote.config import TrainConfig
-from nanote.logs import profiler
+from nanote.logs import Profiler
 from nanote.parallel import Ranks
 from trainer_tools import largest_file, losses
 
@@ -191,7 +191,7 @@ def test_flops_per_token_by_hand():
 # ---------------------------------------------------------------- --profile
 
 def profile(steps, count=6):
-    with profiler(steps, "run", CPU) as profiled:
+    with Profiler(steps, "run", CPU) as profiled:
         for step in range(1, count + 1):
             with profiled(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
@@ -215,4 +215,4 @@ def test_a_trace_has_its_steps_and_no_others(capsys, steps, traced):
 @pytest.mark.parametrize("steps", ["5:3", "0:3", "three", "3:", "3-5"])
 def test_a_bad_range_is_one_line(steps):
     with pytest.raises(ValueError, match=f"^--profile {steps}: must be START:STOP, such as 10:12"):
-        profiler(steps, "run", CPU)
+        Profiler(steps, "run", CPU)

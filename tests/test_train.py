@@ -257,7 +257,6 @@ def test_a_resumed_run_reads_the_next_samples(tokens, monkeypatch):
     config = TrainConfig(data=tokens, seq_len=64, micro_batch_size=1, grad_accum=4 + 3 * 2 + 8 + 16)
     loader = Loader(config, "train", Ranks())
     expected = [inputs[0].tolist() for inputs, _ in loader.batches(1)]
-    loader.close()
     assert read == expected
 
 

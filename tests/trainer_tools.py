@@ -17,10 +17,11 @@ import torch
 
 import train
 from nanote.config import run_command
-from nanote.logs import VARYING_FIELDS, read_metrics
+from nanote.logs import read_metrics
 from nanote.tokens import write_tokens
 
 ROOT = Path(train.__file__).parent
+VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # of metrics.jsonl, in equal runs
 # 24 steps of 2 micro-batches of 4 x 64 tokens; with dropout, so that the random state matters
 OPTIONS = (
     "--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 "
