@@ -34,8 +34,12 @@ from fast_kernels.loss import cross_entropy
 
 # Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
-    tp_size=1, zero_centered_gamma=False, attn_mask_type="causal", layer_number=..., name=...,
-    adam_w_mode=True, master_weights=..., master_weight_dtype=torch.float32)
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
+    get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
+    zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
+    window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
+    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
+    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
 
 
 def check_options(kind: str, options: dict, **others) -> None:
