@@ -18,7 +18,7 @@ from tqdm import tqdm
 from nanote import checkpoint, health, models, parallel, recipes
 from nanote.config import in_a_line
 
-MAX_SKIPPED = 10  # a run with more skipped steps has diverged
+MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
          "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
 
@@ -88,7 +88,11 @@ class Log:
                  f"--fp8-recipe {config.fp8_recipe} {fp8_format}; {models.describe(model)}")
         tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
         epochs = config.max_steps * tokens_per_step / tokens
-        self.say(f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs, {tokens_per_step:,} tokens a step")
+        line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
+        if epochs > MAX_EPOCHS:
+            line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
+                     f"{max(1, tokens // tokens_per_step)} for one epoch")
+        self.say(f"{line}, {tokens_per_step:,} tokens a step")
         if reason:
             self.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
 

@@ -209,6 +209,8 @@ class Loader:
         if checksum := self.meta.get(f"{split}_mask_sha256"):
             path = Path(config.data, f"{split}.mask")
             self.mask = open_numbers(path, np.dtype(np.uint8), length, checksum, verify=ranks.rank == 0)
+            if not self.mask[1:].any():
+                raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "

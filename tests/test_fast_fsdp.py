@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: E402, F401
 from nanote import ddp, recipes  # noqa: E402
-from nanote.config import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
