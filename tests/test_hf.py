@@ -17,7 +17,7 @@ from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from nanote.tokens import new_folder
 from tools import export_hf, hf_weights, import_hf
-from trainer_tools import losses, run_train, sign
+from trainer_tools import losses, randomize, run_train, sign
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False,
@@ -32,14 +32,6 @@ THEIRS = {
                                                   tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**ROTARY, head_dim=32, rope_theta=1e6, tie_word_embeddings=True,
                                       rms_norm_eps=1e-6)}
-
-
-def randomize(model):
-    """Norm weights and biases too, so that a forgotten one shows."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
-    return model
 
 
 def make_folder(folder, kind="gpt2", dtype=torch.float32):

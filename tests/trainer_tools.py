@@ -37,6 +37,14 @@ def model_file(name: str, engine: str):
     return module
 
 
+@torch.no_grad()
+def randomize(model):
+    """Give a model random weights, norms and biases too, so that a forgotten one shows; return it."""
+    for p in model.parameters():
+        p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
 def make_tokens(folder) -> str:
     """Write byte-level token files of about 40,000 tokens; return their folder."""
     documents = [
