@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from trainer_tools import ROOT, fork_ranks
+from trainer_tools import ROOT, run_ranks
 
 SMALL = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4)
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False,
@@ -88,7 +88,7 @@ def train_as_one_and_two(folder, **environment):
     subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
     options = json.dumps({name: SMALL | options for name, options in CASES.items()})
     for ranks in (1, 2):
-        fork_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
+        run_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
     return {name: [torch.load(folder / f"{name}-{process}.pt", map_location="cpu")
                    for process in ("1-0", "2-0", "2-1")] for name in CASES}
 

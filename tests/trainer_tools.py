@@ -94,21 +94,28 @@ def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in ranks]
 
 
-def fork_ranks(program: str, argv: list[str], count=2, **environment) -> list[str]:
-    """Run a program on several ranks; return what each has printed. Without a GPU they are forks of this
-    process, which have imported everything."""
+def run_ranks(program: str, argv: list[str], count=2, **environment) -> list[str]:
+    """Run a program on several ranks; return what each has printed."""
     if torch.cuda.is_available():  # a fork cannot use it
         return finish(start_ranks([sys.executable, "-c", program, *argv], count, **environment))
 
+    def run():
+        sys.argv = ["-c", *argv]
+        exec(program, {"__name__": "__main__"})
+    return fork_ranks(run, count, **environment)
+
+
+def fork_ranks(function, count=2, **environment) -> list[str]:
+    """Call a function on several ranks, forks of this process, which have imported everything; return what
+    each has printed."""
     def run(rank, log):
         for number in (1, 2):
             os.dup2(log.fileno(), number)
         sys.stdout = sys.stderr = open(1, "w", closefd=False)
         os.environ.update(rank_environment(rank, count, port) | environment)
-        sys.argv = ["-c", *argv]
         torch.set_num_threads(1)  # a fork has no threads of OpenMP
         try:
-            exec(program, {"__name__": "__main__"})
+            function()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
