@@ -33,14 +33,10 @@ def groups(params):
     return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
 
 
-def give_gradients(params, step=0):
-    for parameter, gradient in zip(params, gradients(step, params[0].dtype)):
-        parameter.grad = gradient
-
-
 def train(optimizer, params, steps):
     for step in range(steps):
-        give_gradients(params, step)
+        for parameter, gradient in zip(params, gradients(step, params[0].dtype)):
+            parameter.grad = gradient
         optimizer.step()
 
 
