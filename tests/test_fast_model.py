@@ -1,16 +1,17 @@
 """model_te_fast computes what model_te_optimized computes: on te_reference on the CPU, on Transformer Engine
-on a GPU. And what users do with the modules of fast_kernels: freeze, edit, copy, save, checkpoint."""
+on a GPU. And what users do with the modules of fast_kernels: freeze, edit, copy, save, checkpoint, shard."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 
 from bench.step import forget_models
-from nanote import memory, recipes
-from nanote.ddp import Gradients
+from nanote import ddp, memory, recipes
+from nanote.config import TrainConfig
 
 pytest.importorskip("triton")
 import te_reference  # noqa: E402
@@ -202,7 +203,7 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
         find_scales(net, make_tokens(0))
         if chunks > 1:
             memory.chunk_loss(net, chunks)
-    gradients, expected = Gradients(model), {}
+    gradients, expected = ddp.Gradients(model), {}
     for number in range(microbatches):
         options = {} if microbatches == 1 else {"is_first_microbatch": number == 0}
         (plain(*make_tokens(number), **options) / 4).backward()
@@ -322,3 +323,50 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------- sharded by FSDP2
+
+def train_microbatches(model, microbatches, is_sharded):
+    """Return losses, gradients and FP8 state of the second step, whose last micro-batch reduces gradients."""
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        losses = []
+        for micro in range(microbatches):
+            if is_sharded:
+                model.set_requires_gradient_sync(micro == microbatches - 1)
+            first = {"is_first_microbatch": micro == 0} if microbatches > 1 else {}
+            loss = model(*make_tokens(10 * step + micro), **first)
+            loss.backward()
+            losses.append(loss.item())
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+    if is_sharded:
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    return losses, {name: g.float() for name, g in gradients.items()}, recipes.get_state(model)
+
+
+@pytest.fixture
+def one_process_group():
+    backend = "cpu:gloo,cuda:nccl" if HAS_GPU else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options, microbatches", [
+    (dict(n_layer=2), 2), (MODERN | dict(tie_embeddings=False, fp8_lm_head=False), 1)])
+def test_a_sharded_model_trains_as_one_that_is_not(one_process_group, options, microbatches):
+    expected = train_microbatches(make_model(**options), microbatches, is_sharded=False)
+    model = ddp.distribute(make_model(**options), TrainConfig(parallel="fsdp"))
+    losses, gradients, state = train_microbatches(model, microbatches, is_sharded=True)
+    # autograd sums micro-batches in BF16, FSDP2 in float32; a GPU sums attention's gradients in any order
+    tolerance = 0.02 if HAS_GPU or microbatches > 1 else 0
+    assert losses == pytest.approx(expected[0], rel=tolerance, abs=0)
+    for name, gradient in gradients.items():
+        error = (gradient - expected[1][name]).norm() / expected[1][name].norm()
+        assert error <= tolerance, f"{name} differs by {error}"
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[2][name], rtol=5 * tolerance, atol=0)
