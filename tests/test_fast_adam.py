@@ -342,8 +342,7 @@ def divided_among(count, dtype, gradient_dtype, remainders):
         others = [ranks[(rank + step) % count][3] for step in range(1, count)]
         own.of_others = [(other.rank, other.received) for other in others]
         own.distances = torch.tensor(
-            [other.weights.data_ptr() - own.weights.data_ptr() for other in others],
-            device=DEVICE)
+            [other.weights.data_ptr() - own.weights.data_ptr() for other in others], device=DEVICE)
         optimizer.divide(own)
     return [rank[:3] for rank in ranks]
 

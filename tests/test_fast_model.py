@@ -20,16 +20,15 @@ from fast_kernels.fused import Branch, Stream  # noqa: E402
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from trainer_tools import model_file  # noqa: E402
+from trainer_tools import MODERN, model_file  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, use_fp8=True)
-MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False,
-              n_kv_head=1, n_inner=48)
+QWEN3 = MODERN | dict(n_kv_head=1, n_inner=48)
 VARIANTS = {
     "GPT-2": dict(n_layer=2),
-    "modern": MODERN,
+    "modern": QWEN3,
     "swiglu with biases": dict(activation="swiglu", n_inner=48),
     "E4M3": dict(fp8_format="E4M3"),
     "untied": dict(tie_embeddings=False, use_rmsnorm=True),
@@ -41,7 +40,7 @@ LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple o
     "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
     "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
     "4096 wide and modern": (
-        MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
+        QWEN3 | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
     "9216 wide": (WIDE | dict(n_embd=9216, n_head=16, head_dim=128, n_inner=4096), (1, 1008)),
     "16384 wide": (WIDE | dict(n_embd=16384, n_head=16, head_dim=128, n_inner=4096), (1, 1008)),
     "16 wide": (dict(n_embd=16, n_head=1), (8, 16)),
@@ -49,7 +48,7 @@ LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple o
     "heads of 256": (dict(n_embd=512, n_head=2, n_positions=64), (4, 64)),
     "12 heads, 1 key head": (dict(n_embd=768, n_head=12, n_kv_head=1, n_positions=128), (4, 128)),
     "one token a row": (dict(n_positions=1), (8192, 1)),
-    "16384 tokens a row": (MODERN | dict(n_positions=16384), (1, 16384)),
+    "16384 tokens a row": (QWEN3 | dict(n_positions=16384), (1, 16384)),
     "262144 tokens in the vocabulary": (dict(vocab_size=262144), (4, 16)),
 }
 
@@ -304,7 +303,7 @@ def test_packed_documents_see_their_own_tokens_only():
 
 def test_without_fp8_it_is_the_optimized_model():
     batch = make_tokens(0)
-    losses = [make_model(fast, use_fp8=False, **MODERN)(*batch).item() for fast in (True, False)]
+    losses = [make_model(fast, use_fp8=False, **QWEN3)(*batch).item() for fast in (True, False)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
@@ -357,7 +356,7 @@ def one_process_group():
 
 
 @pytest.mark.parametrize("options, microbatches", [
-    (dict(n_layer=2), 2), (MODERN | dict(tie_embeddings=False, fp8_lm_head=False), 1)])
+    (dict(n_layer=2), 2), (QWEN3 | dict(tie_embeddings=False, fp8_lm_head=False), 1)])
 def test_a_sharded_model_trains_as_one_that_is_not(one_process_group, options, microbatches):
     expected = train_microbatches(make_model(**options), microbatches, is_sharded=False)
     model = ddp.distribute(make_model(**options), TrainConfig(parallel="fsdp"))

@@ -15,7 +15,7 @@ from nanote import models, recipes
 from nanote.generate import generate, pick
 from nanote.tokenizers import get_tokenizer
 from tools import import_hf
-from trainer_tools import OPTIONS, run_script, run_train
+from trainer_tools import MODERN, OPTIONS, run_script, run_train
 
 
 def make_model(**options):
@@ -29,12 +29,10 @@ def make_model(**options):
     return model
 
 
-LLAMA = dict(
-    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2,
-    tie_embeddings=False)
+UNTIED = dict(tie_embeddings=False)
 
 
-@pytest.mark.parametrize("options", [dict(tie_embeddings=False), LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("options", [UNTIED, UNTIED | MODERN | dict(n_kv_head=2)], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("prompt_length", [10, 50])
 def test_greedy_text_is_the_same_without_the_cache(options, prompt_length):
     model = make_model(**options)

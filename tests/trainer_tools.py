@@ -26,6 +26,7 @@ OPTIONS = (
     "--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 "
     "--max-steps 24 --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
     "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu")
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
 def model_file(name: str, engine: str):
