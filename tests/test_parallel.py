@@ -61,7 +61,7 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert losses("nan", "skipped")[-1] == 1 and len(losses("nan")) == STEPS
 
 
-def test_torchrun_restarts_a_killed_rank_and_a_signal_to_one_stops_all(in_tmp_path, tokens):
+def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tokens):
     """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "9000",
