@@ -125,8 +125,9 @@ def test_it_trains_as_exactly_as_the_optimized_model(variant, microbatches):
     assert our_errors.mean() <= 1.1 * their_errors.mean() + 1e-3
     if variant in VARIANTS:
         assert our_loss == pytest.approx(their_loss, abs=4e-3)
-        for name, tensor in our_state.items():  # BF16 is rounded at other places, up to an eighth in E5M2
-            torch.testing.assert_close(tensor, their_state[name], rtol=0.1, atol=0)
+        rtol = 0.075 if variant == "E4M3" else 0.1  # BF16 is rounded at other places
+        for name, tensor in our_state.items():
+            torch.testing.assert_close(tensor, their_state[name], rtol=rtol, atol=0)
 
 
 # ---------------------------------------------------------------- what users do
