@@ -12,6 +12,7 @@ import benchmark_te
 from bench import attention, minimal, pictures, plain_gpt, step
 from bench.attention import Shape
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from trainer_tools import randomize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -28,10 +29,7 @@ NAMES = [  # ours, and PlainGPT's
 def test_plain_gpt_is_the_same_network(block, by_hand):
     config = OptimizedConfig(**TINY | BLOCKS[block])
     ours, plain = OptimizedGPT2Model(config), plain_gpt.PlainGPT(config, by_hand)
-    with torch.no_grad():
-        for p in ours.parameters():  # biases and norms, too, so that a missing one shows
-            p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
-    weights = {name: value for name, value in ours.state_dict().items() if "_extra_state" not in name}
+    weights = randomize(ours).state_dict()
     for theirs, mine in NAMES:
         weights = {name.replace(theirs, mine): value for name, value in weights.items()}
     plain.load_state_dict(weights)
@@ -140,26 +138,13 @@ def test_pictures_are_drawn_from_the_results(name, tmp_path):
 
 # ---------------------------------------------------------------- benchmark_attention.py
 
-SHAPE = Shape(2, 64, 4, 2, 16)
-
-
-def measure_attention(make):
-    query, key = (SHAPE.batch, SHAPE.length, 4, 16), (SHAPE.batch, SHAPE.length, 2, 16)
-    sets = attention.random_sets([query, key, key])
-    return attention.measure_kernel(make, SHAPE, sets, attention.reference(*sets[0][0], sets[0][1]))
-
-
-@pytest.mark.parametrize("name", attention.KERNELS)
-def test_every_kernel_agrees_with_float64(name):
-    row = measure_attention(attention.KERNELS[name])
-    assert row["agrees"] and max(row["errors"].values()) < 0.01
-    both = SHAPE.flops()[2] / row["both_ms"] / 1e9
-    assert row["both_tflops"] == pytest.approx(both) and row["forward_ms"] > 0
-
-
-def test_the_script_writes_a_row_for_each_kernel(tmp_path, capsys):
-    path = tmp_path / "attention.json"
-    benchmark_attention.main(f"--shapes 1x16x2x1x16 --json {path}".split())
+def test_every_kernel_agrees_with_float64(tmp_path, capsys):
+    path, shape = tmp_path / "attention.json", "2x64x4x2x16"
+    benchmark_attention.main(f"--shapes {shape} --json {path}".split())
     rows = json.loads(path.read_text())["rows"]
     assert [row["name"] for row in rows] == list(attention.KERNELS) and rows[0]["part"] == "attention"
+    for row in rows:
+        assert row["agrees"] and max(row["errors"].values()) < 0.01
+        both = Shape.of(shape, "--shapes").flops()[2] / row["both_ms"] / 1e9
+        assert row["both_tflops"] == pytest.approx(both) and row["forward_ms"] > 0
     assert "these times mean nothing" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -153,18 +154,14 @@ def test_a_restart_by_torchrun_stays_in_the_folder():
 # ---------------------------------------------------------------- how a command ends
 
 def test_mistakes_are_one_line_and_exit_code_2(capsys):
-    def command(error=None):
-        if error:
-            raise error
-
     for error, code, line in (
             (None, 0, ""), (ValueError("a: wrong\nmore"), 2, "x.py: a: wrong\n"),
             (ValueError(), 2, "x.py: ValueError\n"), (OSError(28, "No space", "f"), 2, "x.py: f: No space\n"),
             (KeyboardInterrupt(), 130, "x.py: interrupted\n"), (BrokenPipeError(), 141, "")):
-        assert run_command(lambda error=error: command(error), "x.py") == code
+        assert run_command(Mock(side_effect=error, return_value=None), "x.py") == code
         assert capsys.readouterr().err == line
     with pytest.raises(RuntimeError):  # not a user's mistake: the traceback is needed
-        run_command(lambda: command(RuntimeError()), "x.py")
+        run_command(Mock(side_effect=RuntimeError), "x.py")
     assert in_a_line(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
 
 

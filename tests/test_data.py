@@ -325,7 +325,7 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path):
 
 
 def test_a_kill_between_two_renames_loses_nothing():
-    """As on a file system that cannot exchange two folders."""
+    """Nor does one in the middle of a write leave anything for ever."""
     write_files(".", {"a.txt": "new text"})
     write_tokens(["old text"], "set")
     Path(".set.tmp").mkdir()
@@ -333,6 +333,9 @@ def test_a_kill_between_two_renames_loses_nothing():
     with pytest.raises(ValueError, match="set: exists"):
         data.main(["text", "a.txt", "--out-dir", "set"])
     assert whole_text("set") == "old text" and not Path(".set.tmp").exists()
+    Path(".set.tmp/new").mkdir(parents=True)
+    write_tokens(["new text"], "set", force=True)
+    assert whole_text("set") == "new text" and not Path(".set.tmp").exists()
 
 
 def test_sigterm_leaves_nothing():

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
-from kernel_tools import DEVICE, _as_on_a_gpu  # noqa: E402, F401
+from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: E402, F401
 from nanote import checkpoint, ddp, peers  # noqa: E402
 from nanote.recipes import round_up  # noqa: E402
 
@@ -33,14 +33,10 @@ def groups(params):
     return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
 
 
-def give_gradients(params, step=0):
-    for parameter, gradient in zip(params, gradients(step, params[0].dtype)):
-        parameter.grad = gradient
-
-
 def train(optimizer, params, steps):
     for step in range(steps):
-        give_gradients(params, step)
+        for parameter, gradient in zip(params, gradients(step, params[0].dtype)):
+            parameter.grad = gradient
         optimizer.step()
 
 
@@ -65,7 +61,10 @@ def test_equals_adamw(dtype, remainders, scale):
     theirs = torch.optim.AdamW(groups(exact), lr=1e-2, betas=(0.9, 0.95))
     for step in range(5):
         for parameter, reference, gradient in zip(params, exact, gradients(step, dtype)):
+            gradient.view(-1)[-1] = 1e3  # also in a partial chunk
             parameter.grad, reference.grad = gradient, gradient.double() * (scale or 1)
+        norm = torch.nn.utils.get_total_norm([parameter.grad.double() for parameter in params])
+        assert ours.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-6)
         if step == 3:
             for optimizer in (ours, theirs):
                 optimizer.param_groups[1].update(betas=(0.5, 0.6), weight_decay=0.1, eps=1e-2)
@@ -93,19 +92,6 @@ def test_how_state_is_stored_changes_little(change, close):
     assert difference <= close * updates[0].norm() and (difference > 0) == (close > 0)
 
 
-def test_gradient_norm():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(groups(params))
-    give_gradients(params)
-    params[2].grad[-1] = 1e3  # in the partial chunk
-    norm = optimizer.gradient_norm()
-    exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
-    assert norm.dtype == torch.float32 and norm.shape == ()
-    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
-    params[2].grad[-1] = float("nan")
-    assert optimizer.gradient_norm().isnan()
-
-
 @pytest.mark.parametrize("options, value", [
     (dict(), math.inf), (dict(moment_dtype=torch.bfloat16), math.nan),
     (dict(dtype=torch.float32), math.nan)])
@@ -120,6 +106,7 @@ def test_fast_adam_skips_a_step(options, value):
         for scale in scales:
             for parameter, gradient in zip(params, gradients(0, dtype)):
                 parameter.grad = gradient if math.isfinite(scale) else gradient * math.nan
+            assert optimizer.gradient_norm().isfinite() == math.isfinite(scale)
             optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
         moments = [value for p in params for value in optimizer.state[p].values()]
         return [*params, *moments, optimizer.param_groups[0]["step"]]
@@ -187,18 +174,11 @@ def test_invalid_options_raise(options, complaint):
 
 @pytest.mark.parametrize("grad, complaint", [
     (lambda p: torch.zeros(p.numel() + 2, device=DEVICE)[2:].view_as(p), "multiple of 16 bytes"),
-    (lambda p: torch.zeros(100, 96, device=DEVICE).T, "must be contiguous"),
-    (lambda p: torch.zeros_like(p, device="cpu"), "cpu, cuda:0: all must be on one device")])
+    (lambda p: torch.zeros(100, 96, device=DEVICE).T, "must be contiguous")])
 def test_gradients_that_the_kernel_cannot_read_raise(grad, complaint):
-    if DEVICE == "cpu" and "cuda" in complaint:
-        pytest.skip("needs a second device")
     parameter = torch.nn.Parameter(torch.zeros(96, 100, device=DEVICE))
     optimizer = FastAdam([parameter])
-    if "cuda" in complaint:  # autograd refuses such a gradient
-        optimizer.state[parameter]["exp_avg"] = grad(parameter)
-        parameter.grad = torch.zeros_like(parameter)
-    else:
-        parameter.grad = grad(parameter)
+    parameter.grad = grad(parameter)
     with pytest.raises(ValueError, match=complaint):
         optimizer.step()
 
@@ -226,21 +206,23 @@ def addresses(optimizer):
 
 
 @pytest.mark.parametrize("dtype, options", [
-    (torch.bfloat16, {}), (torch.float32, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
-def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
+    (torch.bfloat16, {}), (torch.float32, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16)),
+    on_gpu(torch.bfloat16, {})])
+def test_a_state_is_loaded_into_the_existing_tensors(dtype, options, tmp_path):
     """Captured CUDA graphs have their addresses. An optimizer that has already made steps continues exactly
-    as the saved one."""
+    as the saved one. The file is read into the host's memory."""
     params = parameters(dtype)
     optimizer = FastAdam(groups(params), **options | dict(lr=1e-2))
     train(optimizer, params, 2)
     others = parameters(dtype)
     other = FastAdam(groups(others), **options | dict(lr=5e-2))
     train(other, others, 1)
-    before, saved = addresses(other), copy.deepcopy(optimizer.state_dict())
+    before = addresses(other)
+    torch.save(optimizer.state_dict(), tmp_path / "adam.pt")
     with torch.no_grad():
         for parameter, trained in zip(others, params):
             parameter.copy_(trained)
-    other.load_state_dict(saved)
+    other.load_state_dict(torch.load(tmp_path / "adam.pt", map_location="cpu", weights_only=True))
     assert addresses(other) == before
     train(optimizer, params, 1)
     train(other, others, 1)
@@ -319,21 +301,6 @@ def test_changed_gradients_raise_during_a_capture():
     train(optimizer, params, 1)
 
 
-@pytest.mark.gpu
-def test_a_state_saved_on_the_host_is_loaded_onto_the_device():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params, lr=1e-2)
-    train(optimizer, params, 2)
-    on_host = lambda x: x.cpu() if isinstance(x, torch.Tensor) else x  # noqa: E731
-    saved = torch.utils._pytree.tree_map(on_host, optimizer.state_dict())
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = FastAdam(others, lr=5e-2)
-    other.load_state_dict(saved)
-    train(optimizer, params, 2)
-    train(other, others, 2)
-    assert all(torch.equal(p, q) for p, q in zip(params, others)) and other.param_groups[0]["lr"].is_cuda
-
-
 # ---------------------------------------------------------------- an update divided among GPUs
 
 def divided_among(count, dtype, gradient_dtype, remainders):
@@ -369,8 +336,7 @@ def divided_among(count, dtype, gradient_dtype, remainders):
         others = [ranks[(rank + step) % count][3] for step in range(1, count)]
         own.of_others = [(other.rank, other.received) for other in others]
         own.distances = torch.tensor(
-            [other.weights.data_ptr() - own.weights.data_ptr() for other in others],
-            device=DEVICE)
+            [other.weights.data_ptr() - own.weights.data_ptr() for other in others], device=DEVICE)
         optimizer.divide(own)
     return [rank[:3] for rank in ranks]
 

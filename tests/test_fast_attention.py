@@ -1,5 +1,6 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
+import types
 
 import pytest
 import torch
@@ -119,12 +120,8 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(fast_attention, "fa4_forward", print if version == "fa4" else None)
-
-    def flash_attn_func():
-        pass
-
     package = "flash_attn.cute" if version == "fa4" else "flash_attn.flash_attn_interface"
-    flash_attn_func.__module__ = package
+    flash_attn_func = types.SimpleNamespace(__module__=package)
     monkeypatch.setattr(model_te_optimized, "flash_attn_func", flash_attn_func)
     runs = (
         dim % 8 == 0

@@ -1,5 +1,4 @@
-"""The fused kernels between FP8 GEMMs, each against its plain PyTorch version in float64, and against
-Transformer Engine's quantization.
+"""The fused kernels between FP8 GEMMs, each against its plain PyTorch version in float64.
 
 Without a GPU they run in Triton's interpreter, on small shapes only.
 """
@@ -21,8 +20,6 @@ BF16 = 2**-8  # largest relative error of rounding to BF16
 KINDS, TYPES, EPS = ["LayerNorm", "RMSNorm"], [E4M3, E5M2], 1e-5
 # as in training; all saturated; all flushed to zero; many subnormal in E4M3; many subnormal in E5M2
 SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]
-
-
 LARGE = [(4096, 768), (272, 1040), (2048, 4096)]
 FORMAT_AND_SCALE = [*((E4M3, scale) for scale in SCALES[:4]), (E5M2, SCALES[0]), (E5M2, SCALES[4])]
 # Training sizes and sizes near them: rows that are (not) a multiple of 32, widths that are no power of two
@@ -76,13 +73,15 @@ def assert_close(ours, exact, summed=1):
 
 
 def test_references():
-    """They equal te_reference's quantization and activations, and PyTorch's norms and their gradients."""
+    """They equal te_reference's quantization, which is Transformer Engine's (tests/test_te_gpu.py), and its
+    activations, and PyTorch's norms and their gradients."""
     assert set(fast_casts.ACTIVATIONS) == set(te_reference.ACTIVATIONS)
     for name, function in te_reference.ACTIVATIONS.items():
         x = torch.randn(16, 32, dtype=torch.float64)
         torch.testing.assert_close(fast_casts.activation_reference(name, x), function(x))
     for fp8, value in zip(TYPES, SCALES):
         x, (scale, amax) = normal(48, 80), scale_and_amax(value)
+        x[3, 4], x[5, 6], x[7, 8] = float("nan"), 1e30, -1e30
         rowwise, _, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8)
         assert torch.equal(bytes_of(rowwise), bytes_of(te_reference.quantize(x, scale, fp8)))
         assert scale_inv.item() == 1 / value or scale_inv == scale.reciprocal()
@@ -444,23 +443,3 @@ def test_more_than_2_to_the_31_elements(name):
     for (rowwise, columnwise, _), (expected, _, _) in zip(run(x), run(few)):
         assert torch.equal(bytes_of(rowwise[-128:]), bytes_of(expected)) and expected.float().any()
         assert torch.equal(bytes_of(columnwise[:, -128:].contiguous()), bytes_of(expected).T)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize("rows, columns", [(4096, 768), (272, 1040), (2048, 4096), (64, 2048)])
-def test_quantization_is_transformer_engines(rows, columns, fp8):
-    """The reference that all kernels are compared with, byte for byte; NaN and infinity included."""
-    pytest.importorskip("transformer_engine.pytorch")  # puts transformer_engine_torch on the path
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    x = normal(rows, columns)
-    x[3, 4], x[5, 6], x[7, 8] = float("nan"), 1e30, -1e30
-    (scale, amax), te_amax = scale_and_amax(), torch.zeros(1, device=DEVICE)
-    rowwise, columnwise, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8)
-    kind = tex.DType.kFloat8E5M2 if fp8 == E5M2 else tex.DType.kFloat8E4M3
-    theirs = Float8Quantizer(scale, te_amax, kind, columnwise=True)(x)
-    assert torch.equal(bytes_of(rowwise), theirs._data) and torch.equal(amax, te_amax)
-    assert torch.equal(bytes_of(columnwise), theirs._transpose)
-    assert torch.equal(scale_inv, theirs._scale_inv.reshape(1))

@@ -8,7 +8,7 @@ from test_compile import CHECKPOINTING, assert_equal, assert_first_pass, assert_
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanote import models, recipes
-from trainer_tools import model_file
+from trainer_tools import MODERN, model_file
 
 pytest.importorskip("triton")
 from fast_kernels import modules  # noqa: E402
@@ -19,11 +19,7 @@ from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_inner=32, n_layer=1, n_head=2, use_fp8=True)
-
-
 load = functools.cache(model_file)
-LLAMA = dict(
-    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1)
 
 
 def make_model(name="optimized", **options):
@@ -45,7 +41,7 @@ def test_the_first_pass_of_a_compiled_model(name, options):
 
 
 def test_compiled_steps_equal_uncompiled_ones():
-    make = functools.partial(make_model, attention="te", **LLAMA)
+    make = functools.partial(make_model, attention="te", n_kv_head=1, **MODERN)
     assert_trained_in_turns(make, ("aot_eager", "aot_eager"))
 
 

@@ -1,10 +1,7 @@
 """tools/import_hf.py and export_hf.py: the same weights, logits and token ids as transformers, both ways, and
 training goes on in FP8."""
 import json
-import multiprocessing
-import os
 import shlex
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,8 @@ import hf_folders
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from nanote.tokens import new_folder
 from tools import export_hf, hf_weights, import_hf
-from trainer_tools import losses, run_train, sign
+from trainer_tools import losses, randomize, run_train, sign
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False,
@@ -32,14 +28,6 @@ THEIRS = {
                                                   tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**ROTARY, head_dim=32, rope_theta=1e6, tie_word_embeddings=True,
                                       rms_norm_eps=1e-6)}
-
-
-def randomize(model):
-    """Norm weights and biases too, so that a forgotten one shows."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
-    return model
 
 
 def make_folder(folder, kind="gpt2", dtype=torch.float32):
@@ -312,22 +300,3 @@ def test_damaged_and_missing_files_are_refused(in_tmp_path, refused):
     assert "tokenizer.json: cannot be read" in refused(import_hf.main, "hf new")
     Path("hf/config.json").write_text("{")
     assert "config.json: not JSON" in refused(import_hf.main, "hf new")
-
-
-def test_a_killed_tool_leaves_nothing_for_ever(tmp_path):
-    """The next one that makes the folder removes it."""
-    make_folder(tmp_path / "hf")
-    make_run(tmp_path / "run")
-
-    def killed(folder):
-        with new_folder(folder):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    for name in ("imported", "exported"):
-        process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path / name,))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL and (tmp_path / f".{name}.tmp").exists()
-    import_hf.import_(tmp_path / "hf", tmp_path / "imported")
-    export_hf.export(tmp_path / "run", tmp_path / "exported")
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "imported", "exported"}

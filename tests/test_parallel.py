@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanote import checkpoint, ddp, parallel
-from trainer_tools import ROOT, RUN_ALL, fork_ranks, losses, metrics, run_train
+from trainer_tools import ROOT, RUN_ALL, losses, metrics, run_ranks, run_train
 
 STEPS = 4
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
@@ -50,7 +50,7 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
     assert run_train(f"{options} --micro-batch-size 8 {HF} --out-dir hf-in-one") == 0
     runs = {name: extra if "--resume" in extra else f"{options} {extra}" for name, extra in TOGETHER.items()}
-    fork_ranks(f"{RUN_ALL}\nparallel.exit(0)", [str(ROOT), json.dumps(runs), f"step-{STEPS}"])
+    run_ranks(f"{RUN_ALL}\nparallel.exit(0)", [str(ROOT), json.dumps(runs), f"step-{STEPS}"])
     shutil.copytree("fsdp", "fsdp-to-one", ignore=shutil.ignore_patterns(f"step-{STEPS}"))
     assert run_train("--resume --parallel ddp --micro-batch-size 8 --grad-accum 1 --out-dir fsdp-to-one") == 0
     for run in ("ddp", "hsdp", "fsdp", "one-to-ddp", "ddp-to-fsdp", "fsdp-to-one"):
@@ -61,7 +61,7 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert losses("nan", "skipped")[-1] == 1 and len(losses("nan")) == STEPS
 
 
-def test_torchrun_restarts_a_killed_rank_and_a_signal_to_one_stops_all(in_tmp_path, tokens):
+def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tokens):
     """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "9000",
@@ -148,7 +148,7 @@ def test_without_shared_memory_all_ranks_update_all_weights(in_tmp_path):
     rank is skipped on all."""
     pytest.importorskip("triton")
     environment = dict(LOCAL_WORLD_SIZE="2", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    for output in fork_ranks(UNDIVIDED, [str(ROOT)], **environment):
+    for output in run_ranks(UNDIVIDED, [str(ROOT)], **environment):
         found = [line.removeprefix("found ") for line in output.splitlines() if line.startswith("found ")]
         assert [line.rpartition(", ")[2] for line in found] == ["True", "True"]
         assert found[0].startswith("NCCL_P2P_DISABLE is set, ") and "inf" not in found[0].split(", ")[0]

@@ -15,7 +15,7 @@ from nanote import models, recipes
 from nanote.generate import generate, pick
 from nanote.tokenizers import get_tokenizer
 from tools import import_hf
-from trainer_tools import OPTIONS, run_script, run_train
+from trainer_tools import MODERN, OPTIONS, run_script, run_train
 
 
 def make_model(**options):
@@ -29,12 +29,10 @@ def make_model(**options):
     return model
 
 
-LLAMA = dict(
-    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2,
-    tie_embeddings=False)
+UNTIED = dict(tie_embeddings=False)
 
 
-@pytest.mark.parametrize("options", [dict(tie_embeddings=False), LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("options", [UNTIED, UNTIED | MODERN | dict(n_kv_head=2)], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("prompt_length", [10, 50])
 def test_greedy_text_is_the_same_without_the_cache(options, prompt_length):
     model = make_model(**options)
@@ -145,7 +143,14 @@ def say(monkeypatch, capsys, lines: bytes, *argv):
     return code, *capsys.readouterr()
 
 
-def answers(instruct, questions, max_new_tokens):
+def greedy(instruct, ids):
+    """The next tokens after ids (1, S), of transformers."""
+    new = instruct.hf.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0,
+                               suppress_tokens=list(range(278, 288)), attention_mask=torch.ones_like(ids))
+    return new[0, ids.shape[1]:].tolist()
+
+
+def answers(instruct, questions):
     """The greedy answers of transformers to a conversation."""
     import transformers
 
@@ -154,10 +159,7 @@ def answers(instruct, questions, max_new_tokens):
         turns.append({"role": "user", "content": question})
         ids = theirs.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt",
                                          return_dict=True)["input_ids"]
-        with torch.no_grad():
-            new = instruct.hf.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0,
-                                       suppress_tokens=list(range(278, 288)),
-                                       attention_mask=torch.ones_like(ids))[0, ids.shape[1]:].tolist()
+        new = greedy(instruct, ids)
         while new and new[-1] in (0, 2):
             new.pop()
         turns.append({"role": "assistant", "content": get_tokenizer(f"hf:{instruct.folder}").decode(new)})
@@ -168,7 +170,7 @@ def answers(instruct, questions, max_new_tokens):
 def test_a_chat_answers_as_transformers_does(instruct, monkeypatch, capsys):
     options = [instruct.run, "--chat", "--temperature", "0", "--max-new-tokens", "6"]
     code, out, err = say(monkeypatch, capsys, "the cat\n\nthe 🙂".encode(), *options)
-    expected = answers(instruct, ["the cat", "the 🙂"], 6)
+    expected = answers(instruct, ["the cat", "the 🙂"])
     assert code == 0 and out == "".join(answer + "\n" for answer in expected) and expected[0] != expected[1]
 
 
@@ -177,9 +179,8 @@ def test_a_chat_answers_as_transformers_does(instruct, monkeypatch, capsys):
 def test_a_prompt_begins_as_in_transformers(instruct, prompt, monkeypatch, capsys):
     import transformers
 
-    ids = transformers.AutoTokenizer.from_pretrained(instruct.folder)(prompt, return_tensors="pt")
-    new = instruct.hf.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0,
-                               suppress_tokens=list(range(278, 288)))[0, ids["input_ids"].shape[1]:].tolist()
+    ids = transformers.AutoTokenizer.from_pretrained(instruct.folder)(prompt, return_tensors="pt").input_ids
+    new = greedy(instruct, ids)
     code, out, _ = say(monkeypatch, capsys, b"", instruct.run, "--prompt", prompt, "--temperature", "0",
                        "--max-new-tokens", "6")
     assert code == 0 and out == prompt + get_tokenizer(f"hf:{instruct.folder}").decode(new) + "\n"

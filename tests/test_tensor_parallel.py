@@ -6,11 +6,10 @@ import subprocess
 import pytest
 import torch
 
-from trainer_tools import ROOT, fork_ranks
+from trainer_tools import MODERN, ROOT, run_ranks
 
 SMALL = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4)
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False,
-             tie_embeddings=False, n_kv_head=2)
+LLAMA = MODERN | dict(tie_embeddings=False, n_kv_head=2)
 CASES = {"gpt2": {}, "llama": LLAMA, "gpt2-fp8": dict(use_fp8=True), "llama-fp8": dict(use_fp8=True, **LLAMA),
          "recomputed-fp8": dict(use_fp8=True, gradient_checkpointing=True)}
 # One process trains the whole model, two train its shards. Each writes what it finds to CASE-RANKS-RANK.pt.
@@ -88,7 +87,7 @@ def train_as_one_and_two(folder, **environment):
     subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
     options = json.dumps({name: SMALL | options for name, options in CASES.items()})
     for ranks in (1, 2):
-        fork_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
+        run_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
     return {name: [torch.load(folder / f"{name}-{process}.pt", map_location="cpu")
                    for process in ("1-0", "2-0", "2-1")] for name in CASES}
 

@@ -144,17 +144,11 @@ def test_packed_batches_say_where_documents_begin(folder):
         assert starts[0] == 0 and starts[-1] == 3 * 48
 
 
-def make_answers(path, examples):
-    """Write token files of (prompt, answer); return (token, whether it is a label) of each token."""
-    write_tokens(map(list, examples), path, val_fraction=0.2, answers_only=True)
-    splits = [loader(path, split, seq_len=1) for split in ("train", "val")]
-    return [pair for split in splits for pair in zip(split.tokens.tolist(), split.mask.tolist())]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_only_answers_are_labels_and_all_of_them_count_alike(tmp_path, packed):
     """In a step, over micro-batches and ranks; a micro-batch without a label has no weight."""
-    make_answers(tmp_path / "set", [("q" * (5 + i % 60), "abc"[:1 + i % 3]) for i in range(99)])
+    pairs = [["q" * (5 + i % 60), "abc"[:1 + i % 3]] for i in range(99)]
+    write_tokens(pairs, tmp_path / "set", val_fraction=0.2, answers_only=True)
     steps = {}
     for count, rows, accum in ((1, 8, 1), (1, 1, 8), (2, 1, 4), (4, 2, 1)):
         options = dict(micro_batch_size=rows, grad_accum=accum, pack_documents=packed)

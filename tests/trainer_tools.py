@@ -27,6 +27,7 @@ OPTIONS = (
     "--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 "
     "--max-steps 24 --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
     "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu")
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
 def model_file(name: str, engine: str):
@@ -36,6 +37,14 @@ def model_file(name: str, engine: str):
     with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
         spec.loader.exec_module(module)
     return module
+
+
+@torch.no_grad()
+def randomize(model):
+    """Give a model random weights, norms and biases too, so that a forgotten one shows; return it."""
+    for p in model.parameters():
+        p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+    return model
 
 
 def make_tokens(folder) -> str:
@@ -87,21 +96,28 @@ def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in ranks]
 
 
-def fork_ranks(program: str, argv: list[str], count=2, **environment) -> list[str]:
-    """Run a program on several ranks; return what each has printed. Without a GPU they are forks of this
-    process, which have imported everything."""
+def run_ranks(program: str, argv: list[str], count=2, **environment) -> list[str]:
+    """Run a program on several ranks; return what each has printed."""
     if torch.cuda.is_available():  # a fork cannot use it
         return finish(start_ranks([sys.executable, "-c", program, *argv], count, **environment))
 
+    def run():
+        sys.argv = ["-c", *argv]
+        exec(program, {"__name__": "__main__"})
+    return fork_ranks(run, count, **environment)
+
+
+def fork_ranks(function, count=2, **environment) -> list[str]:
+    """Call a function on several ranks, forks of this process, which have imported everything; return what
+    each has printed."""
     def run(rank, log):
         for number in (1, 2):
             os.dup2(log.fileno(), number)
         sys.stdout = sys.stderr = open(1, "w", closefd=False)
         os.environ.update(rank_environment(rank, count, port) | environment)
-        sys.argv = ["-c", *argv]
         torch.set_num_threads(1)  # a fork has no threads of OpenMP
         try:
-            exec(program, {"__name__": "__main__"})
+            function()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
