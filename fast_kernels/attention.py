@@ -186,7 +186,7 @@ def _fa4_supports(head_dim, major):
     """Return whether FlashAttention 4's documentation lists this head size and GPU generation."""
     if fa4_forward is None or head_dim % 8 or head_dim > 256:
         return False
-    return major == 9 or major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
+    return major == 9 or major in (10, 11, 12) and head_dim <= 128
 
 
 def _pick_kernel(q, cu_seqlens, window):

@@ -115,18 +115,15 @@ def test_invalid_arguments_raise():
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])
 @pytest.mark.parametrize("dim", [20, 128, 136, 256, 264])
 def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, capability, widest, dim):
-    """attention="auto" of the model and FlashAttention 4 here follow what the packages document for compute
-    capability and head size."""
+    """attention="auto" of the model and FlashAttention 4 here take no more than the packages document for
+    compute capability and head size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(fast_attention, "fa4_forward", print if version == "fa4" else None)
     package = "flash_attn.cute" if version == "fa4" else "flash_attn.flash_attn_interface"
     flash_attn_func = types.SimpleNamespace(__module__=package)
     monkeypatch.setattr(model_te_optimized, "flash_attn_func", flash_attn_func)
-    runs = (
-        dim % 8 == 0
-        and dim <= widest[version == "fa2"]
-        or (version, capability, dim) == ("fa4", (10, 0), 256))
+    runs = dim % 8 == 0 and dim <= widest[version == "fa2"]
     assert fast_attention._fa4_supports(dim, capability[0]) == (runs and version == "fa4")
     config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
     assert (model_te_optimized.attention_kernel(config) == "flash") == runs
