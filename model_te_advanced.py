@@ -74,8 +74,8 @@ class AdvancedConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        swiglu = self.activation == "swiglu"
-        self.n_inner = self.n_inner or (round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd)
+        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
+        self.n_inner = default if self.n_inner is None else self.n_inner
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
@@ -180,8 +180,7 @@ class AdvancedGPT2Model(nn.Module):
         for layer in range(config.n_layer):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config))
-        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)

@@ -156,8 +156,7 @@ class CustomGPT2Model(nn.Module):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config))
         self.norm = te.LayerNorm(config.n_embd, eps=config.layernorm_epsilon)
-        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.Linear(config.n_embd, config.vocab_size, bias=False, init_method=normal_init)
         if config.tie_embeddings:

@@ -73,8 +73,8 @@ class FastConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        swiglu = self.activation == "swiglu"
-        self.n_inner = self.n_inner or (round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd)
+        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
+        self.n_inner = default if self.n_inner is None else self.n_inner
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)

@@ -140,8 +140,7 @@ class FusedGPT2Model(nn.Module):
         for layer in range(config.n_layer):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config))
-        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False,
                                               eps=config.layernorm_epsilon, init_method=normal_init)

@@ -87,8 +87,8 @@ class OptimizedConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        swiglu = self.activation == "swiglu"
-        self.n_inner = self.n_inner or (round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd)
+        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
+        self.n_inner = default if self.n_inner is None else self.n_inner
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
@@ -140,10 +140,10 @@ def apply_rope(x, cos, sin):
 def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    widest = {9: 256, 10: 128, 11: 128, 12: 128}.get(major, 0)  # head_dim of FlashAttention 4
-    if flash_attn_func is not None and "cute" not in flash_attn_func.__module__:  # FlashAttention 2
-        widest = 256 if major >= 8 else 0
-    fits = flash_attn_func and not config.attn_dropout and config.head_dim in range(8, widest + 1, 8)
+    is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
+    widest = 256 if is_version2 or major == 9 else 128  # head_dim; of version 4 on Blackwell 128
+    fits = flash_attn_func is not None and config.attn_dropout == 0 and major >= (8 if is_version2 else 9)
+    fits = fits and config.head_dim % 8 == 0 and config.head_dim <= widest
     if config.attention == "flash" and not fits:
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
                          f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
@@ -214,8 +214,9 @@ class Attention(nn.Module):
         # Compare lengths in generation only: under torch.compile they may be symbols, which is_causal refuses
         causal = mask is None and (not generating or q.shape[1] == k.shape[1])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
-        y = F.scaled_dot_product_attention(
-            q, k, v, mask, self.training * config.attn_dropout, causal, enable_gqa=k.shape[1] < q.shape[1])
+        dropout = config.attn_dropout if self.training else 0.0
+        grouped = config.n_kv_head != config.n_head
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
 
 
@@ -256,8 +257,7 @@ class OptimizedGPT2Model(nn.Module):
         for layer in range(config.n_layer):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config, layer))
-        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)

@@ -63,7 +63,7 @@ ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
         for name, options in RECIPES.items()}
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 
-PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # of stored runs too, longest first
+PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # also of sizes that are gone; longest first
 # of Student's t, 1, 2… degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
@@ -240,7 +240,8 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    records, found, seconds = read_metrics(folder / "metrics.jsonl"), [], 0.0
+    records = read_metrics(folder / "metrics.jsonl")
+    found, seconds = [], 0.0
     median = statistics.median(record["tokens_per_s"] for record in records)
     for before, record in zip([records[0], *records], records):
         step, speed = record["step"], record["tokens_per_s"]

@@ -156,7 +156,8 @@ def main(argv=None) -> None:
             for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes)]
     for shape, layout, recipe in dict.fromkeys(runs):
         config = dataclasses.replace(step.make_config(SHAPES[shape], device), fp8_recipe=recipe,
-                                     grad_accum=options.accum, parallel=layout.replace("nanogpt", "ddp"))
+                                     grad_accum=options.accum,
+                                     parallel="ddp" if layout == "nanogpt" else layout)
         row = common | {"parallel": layout, "shape": shape, "recipe": recipe}
         if layout == "nanogpt":
             row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)

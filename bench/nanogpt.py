@@ -1,7 +1,7 @@
 """Measure nanoGPT itself beside this kit, on a GPU.
 
     git clone https://github.com/karpathy/nanoGPT
-    python bench/nanogpt.py nanoGPT --json results/nanogpt.json    # nanoGPT: a checkout
+    python bench/nanogpt.py nanoGPT --json results/nanogpt.json    # the folder of a checkout
 
 Of the checkout, model.py alone is read. Its GPT is trained as its train.py does: float32 parameters under
 BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimizers`, gradients clipped at

@@ -200,7 +200,7 @@ def run_compile(options, device, argv):
     """Measure each mode of torch.compile, recipe and model."""
     base, agreement = make_config(SHAPES["guide"], device), Agreement()
 
-    def measure(engine, recipe, mode, model):
+    def measure(_engine, recipe, mode, model):  # the first names the row only
         changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
         free()  # also what a row that failed left behind
         try:

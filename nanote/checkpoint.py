@@ -294,7 +294,6 @@ def read_tensors(folder, prefixes=("model.",), like={}) -> dict[str, torch.Tenso
 
 def load_optimizer(optimizer, stored_groups: list, tensors: dict, weights: dict) -> None:
     """Restore step counts and optimizer state, in place. weights: see `weights_of`."""
-    optimizer.gather_state()
     for group, stored in zip(optimizer.param_groups, stored_groups):
         if isinstance(group.get("step"), torch.Tensor):
             group["step"].fill_(stored.get("step", 0))

@@ -164,7 +164,8 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
         "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
-    "above 0": (lambda v: v > 0, "lr rope_theta layernorm_epsilon"),
+    "above 0": (lambda v: v > 0, "lr rope_theta"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
 }
 NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself

@@ -21,7 +21,8 @@ BUCKET_BYTES = 128 * 2**20
 
 
 def distribute(model, kind: str, grad_accum: int):
-    """Give all ranks the weights of rank 0, and shard them unless `kind` is "ddp"; return the model."""
+    """Give all ranks the weights of rank 0, and shard them unless `kind` is "ddp"; return the model.
+    grad_accum, micro-batches a step, decides in which dtype shards' gradients are summed."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):

@@ -226,8 +226,9 @@ def read_metrics(path) -> list[dict]:
 def cut(folder, first_step: int) -> None:
     """Remove `first_step` and later steps from a run's logs, before the run repeats these steps."""
     paths = [Path(folder, name) for name in ("metrics.jsonl", "fp8_health.jsonl")]
-    for path in filter(Path.exists, paths):
-        kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] < first_step]
+    records = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
+    for path, of_path in records.items():
+        kept = [json.dumps(record) + "\n" for record in of_path if record["step"] < first_step]
         path.with_suffix(".tmp").write_text("".join(kept))
         path.with_suffix(".tmp").replace(path)
 
@@ -256,7 +257,8 @@ class Profiler(contextlib.ExitStack):
         self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= self.first <= self.last:
             raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
-        self.path, self.device, self.is_running = Path(folder, "profile"), device, False
+        self.steps, self.path, self.device = steps, Path(folder, "profile"), device
+        self.is_running = False
 
     @contextlib.contextmanager
     def __call__(self, step: int):
@@ -265,12 +267,12 @@ class Profiler(contextlib.ExitStack):
             return
         if not self.is_running:
             torch.get_device_module(self.device).synchronize()
-            self.enter_context(torch.profiler.profile(on_trace_ready=self._write))  # synchronizes at its end
+            self.enter_context(torch.profiler.profile(on_trace_ready=self._write))
             self.is_running = True
         with torch.profiler.record_function(f"step {step}"):
             yield
-        if step == self.last:  # the run may end before
-            self.close()
+        if step == self.last:
+            self.close()  # ends the trace, and synchronizes; __exit__ does if the run ends before
 
     def _write(self, profile) -> None:
         order = f"self_{self.device.type}_time_total"
@@ -279,6 +281,6 @@ class Profiler(contextlib.ExitStack):
             profile.export_chrome_trace(str(self.path / "trace.json.gz"))
             table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
             (self.path / "table.txt").write_text(table)
-            print(f"--profile: {self.path} has a table, and a trace for ui.perfetto.dev")
+            print(f"--profile {self.steps}: {self.path} has a table, and a trace for ui.perfetto.dev")
         except (OSError, RuntimeError) as problem:  # must not hide why a run failed
-            print(f"--profile: {problem}; training continues")
+            print(f"--profile {self.steps}: {problem}; training continues")

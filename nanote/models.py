@@ -1,11 +1,11 @@
 """Models by name or file: their classes, a config from options, and a model on a device.
 
 `--model` takes a name from MODELS, or path/to/file.py:Class for a model of your own. The last section of
-guide/changing_the_model.md says what the trainer needs of it. More precisely:
+guide/changing_the_model.md lists what the trainer needs of your model. Details:
 
-- Its config is the dataclass of the constructor's annotation, or the only one in the file with the fields
+- The config is the dataclass of the constructor's annotation, or the only one in the file with the fields
   `vocab_size` and `n_positions`. `model.config` is that config.
-- Labels are shifted already, -100 means no label. The loss is a scalar, logits are (B, S, vocab_size).
+- Labels are already shifted; -100 is ignored. The loss is a scalar; logits are (B, S, vocab_size).
 - `model.blocks` holds the transformer blocks, for --optimizer muon and --parallel fsdp only.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8
   once per step; one with `cu_seqlens` can train with --pack-documents.

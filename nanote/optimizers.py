@@ -20,7 +20,7 @@ class Optimizer:
     def __init__(self, model, *parts, fast_adam=None):
         """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.parts, self.mesh = list(parts), parallel.mesh(model)
-        self.parameters = list(map(parallel.local_part, model.parameters()))
+        self.parameters = parallel.local_parameters(model)
         self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
 
     @property
@@ -75,8 +75,8 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
     is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
     matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
-    local = map(parallel.local_part, model.parameters())
-    parameters = [p for p in local if id(p) not in map(id, matrices)]
+    of_muon = {id(parameter) for parameter in matrices}
+    parameters = [p for p in parallel.local_parameters(model) if id(p) not in of_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)

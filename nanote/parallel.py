@@ -119,8 +119,9 @@ def shard(model, kind: str, grad_accum: int) -> None:
     names = ("replicate", "shard") if kind == "hsdp" else ("shard",)
     sizes = (ranks // shards, shards)[-len(names):]
     mesh = init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names)
-    # gradients are summed in float32; that of two is the same in their own dtype
-    policy = MixedPrecisionPolicy(reduce_dtype=None if ranks * grad_accum <= 2 else torch.float32)
+    # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
+    has_two_terms = ranks == 2 and grad_accum == 1
+    policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
@@ -134,6 +135,11 @@ def local_part(parameter) -> torch.Tensor:
         part = parameter.detach().to_local()
         parameter.local_part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
     return getattr(parameter, "local_part", parameter)
+
+
+def local_parameters(model) -> list:
+    """Return this rank's parts of a model's parameters; all parameters if it is not sharded."""
+    return [local_part(parameter) for parameter in model.parameters()]
 
 
 def mesh(model) -> DeviceMesh | None:
@@ -185,7 +191,7 @@ class ShardedGradients:
 
     def set_grad(self) -> None:
         """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
-        for part in map(local_part, self.model.parameters()):
+        for part in local_parameters(self.model):
             part.grad = self.views[part] if part in self.used else None
 
 
@@ -209,24 +215,25 @@ def on_rank0(function, group=None):
     """Call `function` on rank 0 only. Every rank returns its result, or raises its error."""
     if not dist.is_initialized():
         return function()
-    results = []
-    on_each_rank(lambda: results.append(function()) if rank() == 0 else None, group)
-    return first_of_ranks(results, group)[0]
+    result = on_each_rank(lambda: (function(),) if rank() == 0 else (), group)
+    return first_of_ranks(result, group)[0]  # of the tuple that is not empty
 
 
-def on_each_rank(function, group=None) -> None:
-    """Call `function` on every rank. If it raises on some, all raise: their own error, or the first one."""
+def on_each_rank(function, group=None):
+    """Call `function` on every rank and return its result. If it raises on some, all raise: their own error,
+    or the first one; a RuntimeError with the rank where it is neither ValueError nor OSError."""
     if not dist.is_initialized():
         return function()
-    own = None
+    own = result = None
     try:
-        function()
+        result = function()
     except (ValueError, OSError) as error:
         own = error
     except Exception as error:
         own = RuntimeError(f"rank {rank()}: {error!r}").with_traceback(error.__traceback__)
     if first := first_of_ranks(own, group):
         raise own or first
+    return result
 
 
 class StopRequest:

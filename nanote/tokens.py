@@ -43,16 +43,20 @@ def open_tokens(folder, split, verify=True):
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         count, checksum = meta[f"{split}_tokens"], meta[f"{split}_sha256"]
-        own = meta.get("sha256", meta_checksum(meta))  # files of the first version have none
-        if own != meta_checksum(meta) or not 0 <= meta["eot"] < meta["vocab_size"]:
+        is_altered = "sha256" in meta and meta["sha256"] != meta_checksum(meta)  # the first version has none
+        if is_altered or not 0 <= meta["eot"] < meta["vocab_size"]:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{meta_path}: damaged; {REMAKE}") from None
-    return open_numbers(path, dtype, count, checksum, verify), meta
+    tokens = open_array(path, dtype, count, checksum, verify)
+    if verify and "sha256" not in meta and tokens.max() >= meta["vocab_size"]:
+        raise ValueError(f"{path}: holds the token {tokens.max()}, but vocab_size in meta.json is "
+                         f"{meta['vocab_size']}; {REMAKE}")
+    return tokens, meta
 
 
-def open_numbers(path, dtype, count, checksum, verify):
-    """Return a file of `count` numbers as a memory map. verify: whether its SHA-256 must be `checksum`."""
+def open_array(path, dtype, count, checksum, verify):
+    """Return a file of `count` numbers as a memory map. verify: compare its SHA-256 with `checksum`."""
     size = count * dtype.itemsize
     if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
         raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
@@ -208,7 +212,7 @@ class Loader:
         length, seq_len = len(self.tokens), config.seq_len
         if checksum := self.meta.get(f"{split}_mask_sha256"):
             path = Path(config.data, f"{split}.mask")
-            self.mask = open_numbers(path, np.dtype(np.uint8), length, checksum, verify=ranks.rank == 0)
+            self.mask = open_array(path, np.dtype(np.uint8), length, checksum, verify=ranks.rank == 0)
             if not self.mask[1:].any():
                 raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
         if length < seq_len + 1:
@@ -236,7 +240,8 @@ class Loader:
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._sample_of_step_0, self._prefetched = sample - step * self.samples_per_step, {}  # {step: future}
+        self._sample_of_step_0 = sample - step * self.samples_per_step  # may be negative
+        self._prefetched = {}  # {step: future}, at most one
 
     def batches(self, step):
         """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
@@ -309,9 +314,10 @@ class Loader:
         if self.mask is not None:
             tensors[1][torch.from_numpy(self.mask[positions[:, 1:]] == 0)] = -100
         if self.max_documents:
-            documents = document_starts(tensors[0], self.start_token).to(torch.int32)
-            padding = (0, self.max_documents + 1 - len(documents))
-            tensors.append(torch.nn.functional.pad(documents, padding, value=tensors[0].numel()))
+            documents = document_starts(tensors[0], self.start_token)
+            cu_seqlens = torch.full((self.max_documents + 1,), tensors[0].numel(), dtype=torch.int32)
+            cu_seqlens[:len(documents)] = documents
+            tensors.append(cu_seqlens)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a new thread starts on GPU 0, another rank's
                 tensors = [tensor.pin_memory() for tensor in tensors]

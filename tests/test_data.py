@@ -164,12 +164,12 @@ def test_token_files_of_other_programs(has_header, refuse):
     assert "name two files or more" in refuse("tokens", "0.bin", *tokenizer)
     raw = Path("2.bin").read_bytes()
     Path("2.bin").write_bytes(raw[:-3])
-    assert "2.bin: truncated, or no uint16 tokens: 11 bytes" in refuse("tokens", *files, *tokenizer)
+    assert "2.bin: 11 bytes, empty, truncated or not uint16" in refuse("tokens", *files, *tokenizer)
     Path("2.bin").write_bytes(raw[:-2] + b"\x01\x01")
     assert "2.bin: holds the token 257, but byte has 257" in refuse("tokens", *files, *tokenizer)
     if has_header:
         Path("2.bin").write_bytes(raw[:-2])
-        assert "2.bin: truncated, or no uint16 tokens: 12 bytes" in refuse("tokens", *files, *tokenizer)
+        assert "2.bin: 12 bytes, empty, truncated or not uint16" in refuse("tokens", *files, *tokenizer)
 
 
 def test_the_standard_library(capsys):

@@ -65,6 +65,17 @@ def test_no_token_sees_another_document(switches, attention, fp8):
         torch.testing.assert_close(model(x, cu_seqlens=rows), of_rows, rtol=0, atol=1e-5)
 
 
+@every_model
+def test_gradients_stay_inside_a_document(switches):
+    model, x = make(**switches), tokens()
+    seen = {}
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad())
+    model(x, cu_seqlens=PADDED).flatten(0, 1)[20].sum().backward()  # a token of the third document
+    reached = seen["x"].grad.flatten(0, 1).abs().sum(-1) > 0
+    assert reached[6:21].all() and not reached[:6].any() and not reached[21:].any()
+
+
 def test_generation_knows_one_document():
     model = make().eval()
     with pytest.raises(ValueError, match="drop cu_seqlens"):

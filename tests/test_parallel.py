@@ -99,6 +99,31 @@ def test_a_model_without_blocks_is_not_sharded(monkeypatch):
         ddp.distribute(torch.nn.Linear(3, 3), "fsdp", 1)
 
 
+SUMS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from nanote import ddp, parallel
+
+ranks, model = parallel.start(), torch.nn.Module()
+model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)])
+model.forward = lambda x: model.blocks[0](x)
+ddp.distribute(model, "fsdp", 3)
+gradients = ddp.make_gradients(model, None, 3)
+for i, x in enumerate([2**-9, 0, 0] if ranks.rank else [1, 2**-9, 2**-9]):
+    with gradients.accumulate(first=i == 0, last=i == 2):
+        model(torch.tensor([[x]], dtype=torch.bfloat16)).sum().backward()
+gradients.set_grad()
+print("found", parallel.local_parameters(model)[0].grad.item(), flush=True)
+parallel.exit(0)
+"""
+
+
+def test_shards_sum_micro_batches_in_float32(in_tmp_path):
+    """In BF16, 1 + 2**-9 is 1; the sum of all terms is rounded to 1 + 2**-7."""
+    assert [output.split()[-1] for output in run_ranks(SUMS, [str(ROOT)])] == ["1.0078125", "1.0078125"]
+
+
 # ---------------------------------------------------------------- an update divided among ranks
 
 # Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.

@@ -37,12 +37,15 @@ def test_a_damaged_meta_file_is_refused(folder, tmp_path, old, new):
 
 
 def test_token_files_of_the_first_version_are_read(folder, tmp_path):
-    """Which had no checksum of meta.json."""
+    """Which had no checksum of meta.json, as files of other tools."""
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"], meta["sha256"]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     (tmp_path / "val.bin").write_bytes((folder / "val.bin").read_bytes())
     assert len(open_tokens(tmp_path, "val")[0]) == meta["val_tokens"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"vocab_size": 200, "eot": 1}))
+    with pytest.raises(ValueError, match="holds the token 256, but vocab_size in meta.json is 200"):
+        open_tokens(tmp_path, "val")
 
 
 def test_a_corpus_that_is_too_small_names_a_length(folder):
