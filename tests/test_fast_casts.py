@@ -443,23 +443,3 @@ def test_more_than_2_to_the_31_elements(name):
     for (rowwise, columnwise, _), (expected, _, _) in zip(run(x), run(few)):
         assert torch.equal(bytes_of(rowwise[-128:]), bytes_of(expected)) and expected.float().any()
         assert torch.equal(bytes_of(columnwise[:, -128:].contiguous()), bytes_of(expected).T)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize("rows, columns", [(4096, 768), (272, 1040), (2048, 4096), (64, 2048)])
-def test_quantization_is_transformer_engines(rows, columns, fp8):
-    """The reference that all kernels are compared with, byte for byte; NaN and infinity included."""
-    pytest.importorskip("transformer_engine.pytorch")  # puts transformer_engine_torch on the path
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    x = normal(rows, columns)
-    x[3, 4], x[5, 6], x[7, 8] = float("nan"), 1e30, -1e30
-    (scale, amax), te_amax = scale_and_amax(), torch.zeros(1, device=DEVICE)
-    rowwise, columnwise, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8)
-    kind = tex.DType.kFloat8E5M2 if fp8 == E5M2 else tex.DType.kFloat8E4M3
-    theirs = Float8Quantizer(scale, te_amax, kind, columnwise=True)(x)
-    assert torch.equal(bytes_of(rowwise), theirs._data) and torch.equal(amax, te_amax)
-    assert torch.equal(bytes_of(columnwise), theirs._transpose)
-    assert torch.equal(scale_inv, theirs._scale_inv.reshape(1))
