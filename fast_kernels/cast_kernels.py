@@ -275,17 +275,20 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
-    x = widen(x)
-    if bias is not None:
-        x += bias
+def _load_input(x_ptr, bias_ptr, stride, columns, mask, in_columns):
+    """Load four adjacent rows of x + bias in float32."""
+    a, b, c, d = load_rows(x_ptr, stride, mask)
+    a, b, c, d = widen(a), widen(b), widen(c), widen(d)
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + columns, in_columns)[None, :]
+        a, b, c, d = a + bias, b + bias, c + bias, d + bias
+    return a, b, c, d
+
+
+@triton.jit
+def _activate(x, up, KIND: tl.constexpr, GATED: tl.constexpr):
     y, _ = _value_and_slope(x, KIND)  # the compiler drops the slope
-    if GATED:
-        up = widen(up)
-        if bias is not None:
-            up += up_bias
-        y *= up
-    return y
+    return y * up if GATED else y
 
 
 @triton.jit
@@ -298,16 +301,11 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    x = load_rows(x_ptr, width, mask)
-    up = load_rows(x_ptr + D, width, mask) if GATED else x
     columns = first_column + tl.arange(0, COLUMNS)
-    # not in a function of its own: Triton 3.6 cannot return None from one
-    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
-    a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
-    b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
-    c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
-    d = _activate(x[3], bias, up[3], up_bias, KIND, GATED)
+    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
+    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
+    a, b = _activate(x[0], up[0], KIND, GATED), _activate(x[1], up[1], KIND, GATED)
+    c, d = _activate(x[2], up[2], KIND, GATED), _activate(x[3], up[3], KIND, GATED)
     if bias_ptr is not None and not FITS:  # outside the tensor, x + bias is the bias and not 0
         a, b = tl.where(mask, a, 0.0), tl.where(mask, b, 0.0)
         c, d = tl.where(mask, c, 0.0), tl.where(mask, d, 0.0)
@@ -321,19 +319,11 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
 
 
 @triton.jit
-def _activation_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
+def _activation_backward(dy, x, up, KIND: tl.constexpr, GATED: tl.constexpr):
     """Return the gradients of x, the activation's input, and of up, the factor of activation(x) if GATED."""
-    x = widen(x)
-    if GATED:
-        up, dy = widen(up), widen(dy)
-    if bias is not None:
-        x += bias
-    if GATED and bias is not None:
-        up += up_bias
     value, slope = _value_and_slope(x, KIND)
-    if GATED:
-        return slope * dy * up, value * dy
-    return slope * widen(dy), value
+    dx, dup = slope * widen(dy), value * widen(dy)
+    return dx * up if GATED else dx, dup
 
 
 @triton.jit
@@ -347,18 +337,16 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    x = load_rows(x_ptr, width, mask)
-    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     columns = first_column + tl.arange(0, COLUMNS)
-    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
+    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
+    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
+    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
     scale = load_scale(scale_ptr, scale_inv_ptr)
-    up = load_rows(x_ptr + D, width, mask) if GATED else x
     # a to d: gradients of x's four rows; e to h: of up's
-    a, e = _activation_backward(dy[0], x[0], bias, up[0], up_bias, KIND, GATED)
-    b, f = _activation_backward(dy[1], x[1], bias, up[1], up_bias, KIND, GATED)
-    c, g = _activation_backward(dy[2], x[2], bias, up[2], up_bias, KIND, GATED)
-    d, h = _activation_backward(dy[3], x[3], bias, up[3], up_bias, KIND, GATED)
+    a, e = _activation_backward(dy[0], x[0], up[0], KIND, GATED)
+    b, f = _activation_backward(dy[1], x[1], up[1], KIND, GATED)
+    c, g = _activation_backward(dy[2], x[2], up[2], KIND, GATED)
+    d, h = _activation_backward(dy[3], x[3], up[3], KIND, GATED)
     # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
     largest = abs_max(a, b, c, d, ROWS, COLUMNS)
     if GATED:
