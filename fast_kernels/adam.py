@@ -276,7 +276,6 @@ class FastAdam(torch.optim.Optimizer):
                 tables.addresses = addresses
 
     def _pointer_row(self, parameter, device):
-        """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
         first, size = self.peers.part(parameter)
         if gradient is None or not size:

@@ -96,7 +96,6 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
     "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, Tensor(a!) out, "
     "str accumulation, bool accumulate) -> ()")
 def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
-    """Run the GEMM with the fastest algorithm known."""
     if is_fake(a):
         return
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
