@@ -249,32 +249,35 @@ def _attend_backward(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
     """Write the gradients of q, k and v to dqkv, (B, S, n_head + 2 n_kv_head, D)."""
     if is_fake(q):
         return
-    kernel, length, varlen = _pick_kernel(q, cu_seqlens, window), q.shape[1], {}
-    if cu_seqlens is not None and kernel != "sdpa":
-        varlen = _varlen_options(q, cu_seqlens)
-        dqkv, dout, q, k, v, out = (x.flatten(0, 1) for x in (dqkv, dout, q, k, v, out))  # views
-    if kernel == "fa4":
-        dq, dk, dv = dqkv.split([x.shape[-2] for x in (q, k, v)], dim=-2)
-        fa4_backward(
-            q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
-            deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
+    kernel, length = _pick_kernel(q, cu_seqlens, window), q.shape[1]
+    if kernel == "sdpa":
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            gradients = torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
+        torch.cat(gradients, dim=2, out=dqkv)
         return
     if kernel == "cudnn":
         nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), nothing, nothing, None,
             None, None, length, length, 0.0, True)
-        gradients = [x.transpose(1, 2) for x in gradients]
-    elif kernel == "flash":
+        torch.cat([x.transpose(1, 2) for x in gradients], dim=2, out=dqkv)
+        return
+    varlen = {}
+    if cu_seqlens is not None:
+        varlen = _varlen_options(q, cu_seqlens)
+        dqkv, dout, q, k, v, out = (x.flatten(0, 1) for x in (dqkv, dout, q, k, v, out))  # views
+    if kernel == "flash":
         nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # seed of dropout
         gradients = aten._flash_attention_backward(
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
             **_window_options(window))
-    else:
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
-    torch.cat(gradients, dim=-2, out=dqkv)
+        torch.cat(gradients, dim=-2, out=dqkv)
+        return
+    dq, dk, dv = dqkv.split([x.shape[-2] for x in (q, k, v)], dim=-2)
+    fa4_backward(
+        q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
+        deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
