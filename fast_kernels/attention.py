@@ -90,38 +90,39 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.options = inputs[6:]  # of packed attention
-    ctx.mark_non_differentiable(*output[1:])
+    qkv, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options = inputs
+    out, qk, lse = output
+    ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
+    ctx.mark_non_differentiable(qk, lse)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, *_):
     saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
     dqkv, *dweights = _attention_backward(dout.contiguous(), *saved, *ctx.options)
-    return dqkv, None, None, *(dweights if saved[-2] is not None else (None, None)), *[None] * 5
+    return dqkv, None, None, *(dweights if saved[6] is not None else (None, None)), *[None] * 5
 
 
 @operation(
     "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, "
-    "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor lse, Tensor qk)",
+    "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor qk, Tensor lse)",
     _setup_context, _differentiate)
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
-    """Return the output (B, S, n_head, D), the log-sum-exp, and q and k after norm and rotation."""
+    """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp."""
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
     qk = qkv.new_empty(0)
     if cos is not None or q_weight is not None:
         qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     out, lse = _attend(q, k, v, cu_seqlens, window)
-    return out, lse, qk
+    return out, qk, lse
 
 
 @operation(
-    "(Tensor dout, Tensor out, Tensor lse, Tensor qk, Tensor qkv, Tensor? cos, Tensor? sin, "
+    "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
     "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
     "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
-def _attention_backward(dout, out, lse, qk, qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
+def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
                         eps, window):
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
     if cos is not None or q_weight is not None:
@@ -138,22 +139,28 @@ def attention(q, k, v, cu_seqlens=None):
     return _separate_attention(q, k, v, cu_seqlens)[0]
 
 
+def _setup_separate(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
 def _differentiate_separate(ctx, dout, _):
-    saved = ctx.saved_tensors
-    dqkv, sizes = _separate_attention_backward(dout.contiguous(), *saved), [x.shape[2] for x in saved[2:5]]
+    dqkv = _separate_attention_backward(dout.contiguous(), *ctx.saved_tensors)
+    sizes = [x.shape[2] for x in ctx.saved_tensors[:3]]
     # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
     return *dqkv.split(sizes, dim=2), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
-           _setup_context, _differentiate_separate)
+           _setup_separate, _differentiate_separate)
 def _separate_attention(q, k, v, cu_seqlens):
     return _attend(q, k, v, cu_seqlens, None)
 
 
 @operation(
-    "(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> Tensor")
-def _separate_attention_backward(dout, out, lse, q, k, v, cu_seqlens):
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
+def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     """Return the gradients of q, k and v in one tensor, (B, S, heads, D)."""
     dqkv = q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3]))
     _attend_backward(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)
