@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import ceil_div, is_fake, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -128,7 +128,8 @@ def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, c
     if cos is not None or q_weight is not None:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     dqkv = torch.empty_like(qkv)
-    _attend_backward(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
+    if not is_fake(qkv):
+        _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
     return dqkv, *_norm_rope_backward(
         qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
 
@@ -146,10 +147,13 @@ def _setup_separate(ctx, inputs, output):
 
 
 def _differentiate_separate(ctx, dout, _):
-    dqkv = _separate_attention_backward(dout.contiguous(), *ctx.saved_tensors)
-    sizes = [x.shape[2] for x in ctx.saved_tensors[:3]]
-    # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
-    return *dqkv.split(sizes, dim=2), None
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
+    if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
+        return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients = _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, None)
+    return *(x.contiguous() for x in gradients), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -163,8 +167,16 @@ def _separate_attention(q, k, v, cu_seqlens):
 def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     """Return the gradients of q, k and v in one tensor, (B, S, heads, D)."""
     dqkv = q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3]))
-    _attend_backward(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)
+    if not is_fake(q):
+        _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)
     return dqkv
+
+
+def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
+    slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
+    gradients = _attend_backward(slices, dout, q, k, v, out, lse, cu_seqlens, window)
+    if gradients[0].data_ptr() != dqkv.data_ptr():  # not FlashAttention 4, which writes there
+        torch.cat(gradients, dim=2, out=dqkv)
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
@@ -252,39 +264,35 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
-    """Write the gradients of q, k and v to dqkv, (B, S, n_head + 2 n_kv_head, D)."""
-    if is_fake(q):
-        return
-    kernel, length = _pick_kernel(q, cu_seqlens, window), q.shape[1]
+def _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Return the gradients of q, k and v: `gradients`, which FlashAttention 4 writes to, or others."""
+    kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
-        torch.cat(gradients, dim=2, out=dqkv)
-        return
+            return torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
     if kernel == "cudnn":
-        nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
+        length, nothing = q.shape[1], torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
+        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), nothing, nothing, None,
-            None, None, length, length, 0.0, True)
-        torch.cat([x.transpose(1, 2) for x in gradients], dim=2, out=dqkv)
-        return
-    varlen = {}
+            dout, q, k, v, out, lse.unsqueeze(-1), nothing, nothing, None, None, None, length, length, 0.0,
+            True)
+        return [x.transpose(1, 2) for x in gradients]
+    varlen, length, shapes = {}, q.shape[1], [x.shape for x in (q, k, v)]
     if cu_seqlens is not None:
         varlen = _varlen_options(q, cu_seqlens)
-        dqkv, dout, q, k, v, out = (x.flatten(0, 1) for x in (dqkv, dout, q, k, v, out))  # views
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
     if kernel == "flash":
         nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # seed of dropout
         gradients = aten._flash_attention_backward(
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
             **_window_options(window))
-        torch.cat(gradients, dim=-2, out=dqkv)
-        return
-    dq, dk, dv = dqkv.split([x.shape[-2] for x in (q, k, v)], dim=-2)
+        return [x.view(shape) for x, shape in zip(gradients, shapes)]
+    dq, dk, dv = gradients if cu_seqlens is None else [x.flatten(0, 1) for x in gradients]  # views
     fa4_backward(
         q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
         deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
+    return gradients
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
