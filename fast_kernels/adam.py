@@ -119,31 +119,30 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS:
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient, size, received = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
-    squares = tl.zeros((BLOCK,), tl.float32)
     if start + CHUNK <= size:  # as in `_adam`
-        for block in range(CHUNK // BLOCK):
-            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = _sum_over_gpus(gradient, received, stride, offsets, None, PEERS)
-            squares += g * g
+        squares = _sum_of_squares(gradient, received, stride, start, None, PEERS, CHUNK, BLOCK)
     else:
-        for block in range(CHUNK // BLOCK):
-            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = _sum_over_gpus(gradient, received, stride, offsets, offsets < size, PEERS)
-            squares += tl.where(offsets < size, g * g, 0.0)
+        squares = _sum_of_squares(gradient, received, stride, start, size, PEERS, CHUNK, BLOCK)
     tl.store(sums + program, tl.sum(squares))
 
 
 @triton.jit
-def _sum_over_gpus(gradient, received, stride, offsets, mask, PEERS: tl.constexpr):
-    """Return gradients summed over this GPU and its PEERS in float32, and store the sum."""
-    g = tl.load(gradient + offsets, mask).to(tl.float32)
-    for peer in tl.static_range(PEERS):
-        sent = tl.multiple_of((received + peer * stride).to(tl.pointer_type(gradient.dtype.element_ty)), 16)
-        g += tl.load(sent + offsets, mask).to(tl.float32)
-    if PEERS:
-        g = g.to(gradient.dtype.element_ty)
-        tl.store(gradient + offsets, g, mask)
-    return g.to(tl.float32)
+def _sum_of_squares(gradient, received, stride, start, size, PEERS: tl.constexpr, CHUNK: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """Sum gradients over this GPU and its PEERS in float32, and store the sum; return that of its squares."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for block in range(CHUNK // BLOCK):
+        offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+        mask = None if size is None else offsets < size
+        g = tl.load(gradient + offsets, mask).to(tl.float32)
+        for peer in tl.static_range(PEERS):
+            sent = (received + peer * stride).to(tl.pointer_type(gradient.dtype.element_ty))
+            g += tl.load(tl.multiple_of(sent, 16) + offsets, mask).to(tl.float32)
+        if PEERS:
+            tl.store(gradient + offsets, g.to(gradient.dtype.element_ty), mask)
+            g = g.to(gradient.dtype.element_ty).to(tl.float32)
+        squares += g * g if mask is None else tl.where(mask, g * g, 0.0)
+    return squares
 
 
 @dataclass
@@ -277,7 +276,6 @@ class FastAdam(torch.optim.Optimizer):
                 tables.addresses = addresses
 
     def _pointer_row(self, parameter, device):
-        """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
         first, size = self.peers.part(parameter)
         if gradient is None or not size:

@@ -74,9 +74,8 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
     if dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
-    cos, sin = None, None
+    cos, sin = (None, None) if rope is None else rope
     if rope is not None:
-        cos, sin = rope
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
             raise ValueError(f"rope tables {tuple(cos.shape)}: ({length}, {dim // 2}) fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
@@ -303,20 +302,19 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     qk = qkv.new_empty(*qkv.shape[:2], qk_heads, qkv.shape[3])
     if is_fake(qkv):
         return qk
-    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
+    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
     _norm_rope_kernel[(tiles,)](
         qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps, **sizes)
     return qk
 
 
-def _norm_rope_sizes(qkv, qk_heads, cos, q_weight):
+def _norm_rope_sizes(qkv, qk_heads, cos):
     """Return rows, tiles, rows of cos and sin (S or B·S), and the kernels' compile-time arguments."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = 1 << (dim // 2 - 1).bit_length()  # the next power of 2
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    return rows, ceil_div(rows, tile_rows), positions, dict(
-        D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None)
+    return rows, ceil_div(rows, tile_rows), positions, dict(D=dim, HALF=half, ROWS=tile_rows)
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
@@ -326,7 +324,7 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     dweights = [torch.empty_like(weight) for weight in weights]
     if is_fake(qkv) or cos is None and q_weight is None:
         return dweights
-    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
+    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
     programs, partial_sums = min(tiles, PROGRAMS), None
     if q_weight is not None:
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
@@ -356,19 +354,18 @@ def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
 
 @triton.jit
 def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads,
-                      token_stride, eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-                      NORM: tl.constexpr, ROPE: tl.constexpr):
+                      token_stride, eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
     """Normalize and rotate one tile of q and k."""
     i = tl.arange(0, HALF)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // qk_heads, row % qk_heads
     mask = (row < rows)[:, None] & (i < D // 2)[None, :]
     a, b = _load_halves(qkv, (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :], mask, D)
-    if NORM:
+    if q_weight is not None:
         w_a, w_b = _load_weights(q_weight, k_weight, (head >= n_head)[:, None], i, D)
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a, b = a * rstd * w_a, b * rstd * w_b
-    if ROPE:
+    if cos is not None:
         angle = (token % positions)[:, None] * (D // 2) + i[None, :]
         c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
         a, b = a * c - b * s, b * c + a * s
@@ -380,12 +377,12 @@ def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_
 @triton.jit
 def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head,
                                qk_heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
-                               ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+                               ROWS: tl.constexpr):
     """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
 
     With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
-    if NORM:
+    if q_weight is not None:
         dwq_a, dwq_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
         dwk_a, dwk_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -394,11 +391,11 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
         mask = (row < rows)[:, None] & (i < D // 2)[None, :]
         offset = (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :]
         a, b = _load_halves(dqkv, offset, mask, D)
-        if ROPE:  # rotate back
+        if cos is not None:  # rotate back
             angle = (token % positions)[:, None] * (D // 2) + i[None, :]
             c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
             a, b = a * c + b * s, b * c - a * s
-        if NORM:
+        if q_weight is not None:
             is_k = (head >= n_head)[:, None]
             w_a, w_b = _load_weights(q_weight, k_weight, is_k, i, D)
             x_a, x_b = _load_halves(qkv, offset, mask, D)
@@ -412,7 +409,7 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
             a, b = (a - x_a * mean) * rstd, (b - x_b * mean) * rstd
         tl.store(dqkv + offset, a, mask=mask)
         tl.store(dqkv + offset + D // 2, b, mask=mask)
-    if NORM:
+    if q_weight is not None:
         dw, inside = partial_sums + tl.program_id(0) * 2 * D + i, i < D // 2
         tl.store(dw, tl.sum(dwq_a, 0), mask=inside)
         tl.store(dw + D // 2, tl.sum(dwq_b, 0), mask=inside)

@@ -91,22 +91,21 @@ def tile_mask(first_row, first_column, N, D, FITS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def abs_max(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def abs_max(a, b, c, d):
     """Return the largest magnitude over four rows and every eight columns, in one thread. Ignores NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    return tl.max(tl.reshape(largest, (ROWS // 4, COLUMNS // 8, 8)), 2)
+    return tl.max(tl.reshape(largest, (a.shape[0], a.shape[1] // 8, 8)), 2)
 
 
 @triton.jit
-def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask,
-              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask):
     """Quantize a tile of the (N, D) output and store it, rowwise and transposed.
 
     a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    i, j = tl.arange(0, a.shape[0]), tl.arange(0, a.shape[1])
     fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
     a, b, c, d = a * scale, b * scale, c * scale, d * scale
-    out = rowwise_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
+    out = rowwise_ptr + tile_offsets(first_row, first_column, D, 4 * a.shape[0], a.shape[1])
     tl.store(out, a.to(fp8), mask=mask)
     tl.store(out + D, b.to(fp8), mask=mask)
     tl.store(out + 2 * D, c.to(fp8), mask=mask)
@@ -199,7 +198,7 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)
-    if rowwise_ptr is not None:
+    if scale_ptr is not None:
         scale = load_scale(scale_ptr, scale_inv_ptr)
         largest = tl.zeros((WIDTH // 8,), tl.float32)
     dweight = tl.zeros((WIDTH,), tl.float32)
@@ -233,11 +232,11 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
         dx = tl.where(mask, rounded.to(tl.float32), 0.0)
         if WITH_DBRANCH_BIAS:
             dbranch_bias += dx
-        if rowwise_ptr is not None:
+        if scale_ptr is not None:
             # ignores NaN, as TE does
             largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(dx), (WIDTH // 8, 8)), 1))
             tl.store(rowwise_ptr + offsets, (dx * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
-    if rowwise_ptr is not None:
+    if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     width = C * (1 + (mean_ptr is not None) + WITH_DBRANCH_BIAS)
     partial_sums_ptr += tl.program_id(0) * width + j
@@ -275,17 +274,20 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
-    x = widen(x)
-    if bias is not None:
-        x += bias
+def _load_input(x_ptr, bias_ptr, stride, columns, mask, in_columns):
+    """Load four adjacent rows of x + bias in float32."""
+    a, b, c, d = load_rows(x_ptr, stride, mask)
+    a, b, c, d = widen(a), widen(b), widen(c), widen(d)
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + columns, in_columns)[None, :]
+        a, b, c, d = a + bias, b + bias, c + bias, d + bias
+    return a, b, c, d
+
+
+@triton.jit
+def _activate(x, up, KIND: tl.constexpr, GATED: tl.constexpr):
     y, _ = _value_and_slope(x, KIND)  # the compiler drops the slope
-    if GATED:
-        up = widen(up)
-        if bias is not None:
-            up += up_bias
-        y *= up
-    return y
+    return y * up if GATED else y
 
 
 @triton.jit
@@ -298,42 +300,28 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    x = load_rows(x_ptr, width, mask)
-    up = load_rows(x_ptr + D, width, mask) if GATED else x
     columns = first_column + tl.arange(0, COLUMNS)
-    # not in a function of its own: Triton 3.6 cannot return None from one
-    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
-    a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
-    b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
-    c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
-    d = _activate(x[3], bias, up[3], up_bias, KIND, GATED)
+    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
+    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
+    a, b = _activate(x[0], up[0], KIND, GATED), _activate(x[1], up[1], KIND, GATED)
+    c, d = _activate(x[2], up[2], KIND, GATED), _activate(x[3], up[3], KIND, GATED)
     if bias_ptr is not None and not FITS:  # outside the tensor, x + bias is the bias and not 0
         a, b = tl.where(mask, a, 0.0), tl.where(mask, b, 0.0)
         c, d = tl.where(mask, c, 0.0), tl.where(mask, d, 0.0)
-    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
     scale = load_scale(scale_ptr, scale_inv_ptr)
-    store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
     if partial_sums_ptr is not None:
         out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit
-def _activation_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
+def _activation_backward(dy, x, up, KIND: tl.constexpr, GATED: tl.constexpr):
     """Return the gradients of x, the activation's input, and of up, the factor of activation(x) if GATED."""
-    x = widen(x)
-    if GATED:
-        up, dy = widen(up), widen(dy)
-    if bias is not None:
-        x += bias
-    if GATED and bias is not None:
-        up += up_bias
     value, slope = _value_and_slope(x, KIND)
-    if GATED:
-        return slope * dy * up, value * dy
-    return slope * widen(dy), value
+    dx, dup = slope * widen(dy), value * widen(dy)
+    return dx * up if GATED else dx, dup
 
 
 @triton.jit
@@ -347,26 +335,22 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    x = load_rows(x_ptr, width, mask)
-    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     columns = first_column + tl.arange(0, COLUMNS)
-    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
+    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
+    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
+    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
     scale = load_scale(scale_ptr, scale_inv_ptr)
-    up = load_rows(x_ptr + D, width, mask) if GATED else x
     # a to d: gradients of x's four rows; e to h: of up's
-    a, e = _activation_backward(dy[0], x[0], bias, up[0], up_bias, KIND, GATED)
-    b, f = _activation_backward(dy[1], x[1], bias, up[1], up_bias, KIND, GATED)
-    c, g = _activation_backward(dy[2], x[2], bias, up[2], up_bias, KIND, GATED)
-    d, h = _activation_backward(dy[3], x[3], bias, up[3], up_bias, KIND, GATED)
+    a, e = _activation_backward(dy[0], x[0], up[0], KIND, GATED)
+    b, f = _activation_backward(dy[1], x[1], up[1], KIND, GATED)
+    c, g = _activation_backward(dy[2], x[2], up[2], KIND, GATED)
+    d, h = _activation_backward(dy[3], x[3], up[3], KIND, GATED)
     # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
-    largest = abs_max(a, b, c, d, ROWS, COLUMNS)
+    largest = abs_max(a, b, c, d)
     if GATED:
-        largest = tl.maximum(largest, abs_max(e, f, g, h, ROWS, COLUMNS))
-        store_fp8(e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
-                  ROWS, COLUMNS)
-    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask, ROWS,
-              COLUMNS)
+        largest = tl.maximum(largest, abs_max(e, f, g, h))
+        store_fp8(e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask)
+    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if partial_sums_ptr is not None:
         partial_sums_ptr += first_row // ROWS * width + first_column + tl.arange(0, COLUMNS)
@@ -396,9 +380,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     if tile == 0:
         tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
     amax_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))
-    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
-    store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
+    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
 
 
 @triton.jit

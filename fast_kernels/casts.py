@@ -181,8 +181,8 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     programs, sizes = _norm_backward_sizes(rows, columns)
     partial_sums = torch.empty((programs, *totals.shape), dtype=torch.float32, device=dy.device)
     kernels._norm_backward_kernel[(programs,)](
-        dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise if is_quantized else None,
-        scale_inv if is_quantized else None, partial_sums, rows, columns, with_dbranch_bias, **sizes)
+        dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums, rows,
+        columns, with_dbranch_bias, **sizes)
     reduce_rows(partial_sums, totals)
     if is_quantized:
         transpose(rowwise, columnwise)

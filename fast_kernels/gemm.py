@@ -35,7 +35,7 @@ R_32F, R_16BF = 0, 14  # cudaDataType_t
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: R_16BF, torch.float32: R_32F}
 COMPUTE_32F = 68  # cublasComputeType_t
 EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t, and the next line
+TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t, and the next line
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
@@ -96,16 +96,12 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
     "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, Tensor(a!) out, "
     "str accumulation, bool accumulate) -> ()")
 def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
-    """Run the GEMM with the fastest algorithm known."""
     if is_fake(a):
         return
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
-    bias_key = bias is not None and (*bias.shape, bias.dtype, bias.is_contiguous())
-    key = (*a.shape, b.shape[0], a.dtype, b.dtype, out.dtype, accumulate, bias_key, accumulation,
-           a.get_device())
-    are_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
-    fit = are_contiguous and b.shape[1] == key[1] and out.shape == (key[2], key[0])
-    if not fit or key not in _shapes:  # the rest was checked when the shape was new
+    kinds = [x is not None and (x.shape, x.dtype, x.is_contiguous()) for x in (a, b, bias, out)]
+    key = (*kinds, accumulate, accumulation, a.get_device())
+    if key not in _shapes:  # a shape is checked when it is new
         _check(operands, accumulation)
     if (a.data_ptr() | b.data_ptr() | out.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16:
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
@@ -165,13 +161,13 @@ class _Shape:
 
     tuned_count = 0  # shapes timed in this process
 
-    def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation, device_index):
+    def __init__(self, a, b, bias, out, accumulate, accumulation, device_index):
         self.accumulate = accumulate
         self.is_tuned, self.attempts = False, 0  # attempts: calls that wanted to time this shape
-        self.layouts = [  # contiguous, column-major
-            _create("MatrixLayout", TYPES[dtype], *map(ctypes.c_uint64, (rows, columns, rows)))
-            for dtype, rows, columns in ((a_type, k, m), (b_type, k, n), (out_type, m, n))]
-        self.descriptors = [_make_descriptor(fast, has_bias) for fast in KINDS[accumulation]]
+        self.layouts = [  # contiguous; cuBLAS is column-major, and takes a (rows, columns) for its transpose
+            _create("MatrixLayout", TYPES[dtype], *map(ctypes.c_uint64, (columns, rows, columns)))
+            for (rows, columns), dtype, _ in (a, b, out)]
+        self.descriptors = [_make_descriptor(fast, bool(bias)) for fast in KINDS[accumulation]]
         self.candidates = [  # (descriptor, _Algorithm), in the heuristic's order
             (descriptor, algorithm) for descriptor in self.descriptors
             for algorithm in self._ask_heuristic(descriptor, device_index)]
@@ -252,7 +248,6 @@ def _make_descriptor(fast, has_bias):
     """Create the descriptor of out = b @ aᵀ. cuBLAS is column-major: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
-    _set(descriptor, TRANSB, ctypes.c_int32(0))
     _set(descriptor, FAST_ACCUM, ctypes.c_int8(fast))
     # any address: the heuristic only checks that the pointers are set
     _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))

@@ -50,15 +50,13 @@ def operation(schema, setup_context=None, backward=None):
                 return function(*args)
 
         name = function.__name__.lstrip("_")
-        qualified_name = f"fast_kernels::{name}"
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)
-        torch.library.register_fake(qualified_name, function, lib=LIBRARY)
         op = getattr(torch.ops.fast_kernels, name).default
+        torch.library.register_fake(op, function, lib=LIBRARY)
         if backward is not None:
-            torch.library.register_autograd(
-                qualified_name, backward, setup_context=setup_context, lib=LIBRARY)
+            torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
 
         @functools.wraps(function)
         def call(*args):

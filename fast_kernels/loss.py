@@ -10,8 +10,7 @@ training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.3 GB).
   Transformer Engine (TE) reads a BF16 gradient again: 8 bytes. The kernel rounds to BF16 first, as TE's path
   does, and raises the same amax, so that data, scales and training are bit for bit TE's.
 
-References: online softmax (Milakov and Gimelshein 2018); label smoothing (Szegedy et al. 2016); soft-capped
-logits (Gemma 2, 2024).
+References: label smoothing (Szegedy et al. 2016); soft-capped logits (Gemma 2, 2024).
 """
 
 import torch
@@ -229,10 +228,9 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
     b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
     c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
     d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
-    tl.atomic_max(amax_ptr, tl.max(kernels.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    tl.atomic_max(amax_ptr, tl.max(kernels.abs_max(a, b, c, d)), sem="relaxed")
     scale = kernels.load_scale(scale_ptr, scale_inv_ptr)
-    kernels.store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS)
+    kernels.store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask)
 
 
 @triton.jit

@@ -447,15 +447,13 @@ class DotProductAttention(nn.Module):
         if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
             raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels "
                              "has 'bshd' with 'causal' and 'thd' with 'padding_causal'")
-        qkv = query_layer, key_layer, value_layer
-        if qkv_format == "thd":
-            qkv = [x[None] for x in qkv]
+        q, k, v = [x if x.dim() == 4 else x[None] for x in (query_layer, key_layer, value_layer)]
         dropout_p = self.attention_dropout if self.training else 0.0
-        if query_layer.dtype == torch.float32 or dropout_p:
-            y = sdpa(*qkv, cu_seqlens_q, dropout_p=dropout_p).flatten(2)
+        if q.dtype == torch.float32 or dropout_p:
+            y = sdpa(q, k, v, cu_seqlens_q, dropout_p=dropout_p)
         else:
-            y = attention(*qkv, cu_seqlens_q).flatten(2)
-        return y[0] if qkv_format == "thd" else y
+            y = attention(q, k, v, cu_seqlens_q)
+        return y.view(*query_layer.shape[:-2], -1)
 
 
 class TransformerLayer(nn.Module):

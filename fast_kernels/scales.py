@@ -50,8 +50,7 @@ def update(states, fp8_max, margin=0, algorithm="max"):
         _update_scales(list(scales), list(histories), float(fp8_max), margin, algorithm)
 
 
-@operation(
-    "(Tensor(a!)[] scales, Tensor(b!)[] histories, float fp8_max, int margin, str algorithm) -> ()")
+@operation("(Tensor(a!)[] scales, Tensor(b!)[] histories, float fp8_max, int margin, str algorithm) -> ()")
 def _update_scales(scales, histories, fp8_max, margin, algorithm):
     if is_fake(scales[0]):
         return
