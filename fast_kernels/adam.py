@@ -157,10 +157,11 @@ class _Tables:
     values: list | None = None  # host copy of `options`
 
 
-# What `FastAdam.divide` takes (see nanote.peers.Peers), where one process updates all parameters
-NO_PEERS = SimpleNamespace(
-    count=0, distances=None, stride=0, part=lambda parameter: (0, parameter.numel()),
-    received_at=lambda parameter: 0, barrier=lambda: None, all_reduce=lambda total: None)
+NO_PEERS = SimpleNamespace(  # of a process that updates all parameters; else `FastAdam.divide` sets others
+    count=0, distances=None, stride=0,  # other GPUs; bytes, see `_adam` and `_squares`
+    part=lambda parameter: (0, parameter.numel()),  # first element and number of those updated here
+    received_at=lambda parameter: 0,  # address of the gradients that other GPUs have sent
+    barrier=lambda: None, all_reduce=lambda total: None)
 
 
 def _check_betas(betas, moment_dtype):
@@ -187,19 +188,23 @@ class FastAdam(torch.optim.Optimizer):
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
         self.dtype, self.gradient_dtype = None, None
         self.tables = []  # a _Tables for each parameter group
-        self.peers = NO_PEERS
+        self.peers, self.is_summed = NO_PEERS, False  # whether gradients are summed over GPUs, see `divide`
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, options | dict(foreach=True))  # foreach: zero_grad in few launches
+        super().__init__(params, options | dict(foreach=True))  # which PyTorch's zero_grad reads
 
     def add_param_group(self, param_group):
         """Add parameters, also after the first step; their moments and step count start at zero."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         parameters = group["params"]
-        _check_betas(group["betas"], self.moment_dtype)
-        types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
-        if len(types) != 1 or not types <= set(TYPES):
-            raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+        try:
+            _check_betas(group["betas"], self.moment_dtype)
+            types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
+            if len(types) != 1 or not types <= set(TYPES):
+                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self.dtype, = types
         self.master = "none"
         if self.dtype == torch.bfloat16:
@@ -299,6 +304,8 @@ class FastAdam(torch.optim.Optimizer):
     def gradient_norm(self):
         """Return the total L2 norm of all gradients, () float32. After `divide` it sums these over ranks."""
         self.prepare()
+        if self.peers.count and self.is_summed:
+            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
         self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
@@ -310,6 +317,7 @@ class FastAdam(torch.optim.Optimizer):
                         TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         total = torch.cat(sums).sum()
         self.peers.all_reduce(total)
+        self.is_summed = True
         return total.sqrt()
 
     @torch.no_grad()
@@ -324,6 +332,9 @@ class FastAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.prepare()
+        if self.peers.count and not self.is_summed:
+            raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
+        self.is_summed = False
         is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
             group["step"] += is_counted
@@ -343,7 +354,7 @@ class FastAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have. Missing
         moments become zero, and missing master weights the parameters. ValueError for a state that does not
-        fit."""
+        fit, which may then be loaded in part."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
         state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
@@ -356,8 +367,10 @@ class FastAdam(torch.optim.Optimizer):
             saved = state_dict["state"].get(saved_id, {})
             for name, own in state[parameter].items():
                 is_master = name == "master_param" and self.master == "float32"
-                value = saved.get(name, parameter if is_master else torch.zeros_like(own))
+                missing = parameter if is_master else torch.zeros_like(own)
+                value = saved.get(name, missing)
                 if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
-                    raise ValueError(f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own one "
-                                     f"{tuple(own.shape)} {own.dtype}; int16: store_param_remainders=True")
+                    raise ValueError(
+                        f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own {tuple(own.shape)} "
+                        f"{own.dtype}; int16 is a remainder: use the store_param_remainders of the saved run")
                 own.copy_(value)

@@ -59,8 +59,8 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
         cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S, repeated as
-            needed. A token attends to its own document only, of at most S tokens; it may cross a row. None:
-            each sequence is one document.
+            needed. A token attends to its own document only, which has at most S tokens and may cross rows.
+            Not checked, which would need a host synchronization. None: each sequence is one document.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
     """
     (batch, length), heads = qkv.shape[:2], n_head + 2 * n_kv_head
@@ -83,7 +83,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-            raise ValueError(f"cu_seqlens of {cu_seqlens.dtype}: must be a vector of torch.int32")
+            raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: no int32 vector")
         cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
     out, _, _ = _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
     return out.flatten(2)
@@ -151,8 +151,8 @@ def _differentiate_separate(ctx, dout, _):
     dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
-    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    gradients = _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, None)
+    buffers = [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients = _attend_backward(buffers, dout, q, k, v, out, lse, cu_seqlens, None)
     return *(x.contiguous() for x in gradients), None
 
 
@@ -175,14 +175,14 @@ def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
 def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
     slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
     gradients = _attend_backward(slices, dout, q, k, v, out, lse, cu_seqlens, window)
-    if gradients[0].data_ptr() != dqkv.data_ptr():  # not FlashAttention 4, which writes there
+    if gradients is not slices:
         torch.cat(gradients, dim=2, out=dqkv)
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
 def _fa4_supports(head_dim, major):
-    """Return whether FlashAttention 4's documentation lists this head size and GPU generation."""
+    """Return whether FlashAttention 4 is used: its documentation also lists 256 on Blackwell, never run."""
     if fa4_forward is None or head_dim % 8 or head_dim > 256:
         return False
     return major == 9 or major in (10, 11, 12) and head_dim <= 128
@@ -264,8 +264,9 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
-    """Return the gradients of q, k and v: `gradients`, which FlashAttention 4 writes to, or others."""
+def _attend_backward(buffers, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Return the gradients of q, k and v. FlashAttention 4 writes them to `buffers` and returns these; other
+    kernels allocate their own."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
@@ -288,11 +289,11 @@ def _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
             **_window_options(window))
         return [x.view(shape) for x, shape in zip(gradients, shapes)]
-    dq, dk, dv = gradients if cu_seqlens is None else [x.flatten(0, 1) for x in gradients]  # views
+    dq, dk, dv = buffers if cu_seqlens is None else [x.flatten(0, 1) for x in buffers]  # views
     fa4_backward(
         q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
         deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
-    return gradients
+    return buffers
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].

@@ -279,15 +279,13 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
 @operation(
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
     "Tensor(d!)[] amax) -> ()")
-def cast_all(*tensors):
-    """Quantize many tensors in one launch. Lists: x (N, D) BF16, N and D multiples of 16; the FP8 tensors to
-    write; scales and amaxes."""
-    x, rowwise, columnwise, scale_inv, scale, amax = tensors
+def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
+    """Quantize many tensors in one launch. All arguments are lists; x (N, D) BF16, N and D multiples of 16."""
     if is_fake(x[0]):
         return
     key = tuple(
-        (x.data_ptr(), *(tensor.data_ptr() for tensor in others), x.shape, x.dtype)
-        for x, *others in zip(*tensors))
+        (own_x.data_ptr(), *(tensor.data_ptr() for tensor in others), own_x.shape, own_x.dtype)
+        for own_x, *others in zip(x, rowwise, columnwise, scale_inv, scale, amax))
 
     def make():
         for own_x, *out in zip(x, rowwise, columnwise, scale_inv):

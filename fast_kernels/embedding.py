@@ -19,6 +19,12 @@ CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
 
 
+def embed_reference(tokens, weight, positions=None, position_weight=None):
+    """`embed` in plain PyTorch, for tokens and positions inside the tables."""
+    x = F.embedding(tokens, weight)
+    return x if positions is None else x + F.embedding(positions, position_weight)
+
+
 def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
     """Compute weight[tokens] + position_weight[positions], (B, S, C), differentiable in both weights.
 

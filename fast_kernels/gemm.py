@@ -153,7 +153,7 @@ def _run_torch(operands, accumulation, accumulate):
     out.add_(result) if accumulate else out.copy_(result)
 
 
-_shapes, _lock = {}, threading.RLock()  # the autotune cache: key -> _Shape
+_shapes, _lock = {}, threading.RLock()  # the autotune cache: key -> _Shape; tune() calls run()
 
 
 class _Shape:

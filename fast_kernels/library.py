@@ -8,11 +8,13 @@
 """
 
 import functools
+from collections import OrderedDict
 
 import torch
 from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
+MAX_TABLES = 256
 TENSORS = torch.Tensor, list
 
 
@@ -85,7 +87,7 @@ def check_aligned(name, **tensors):
             raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")
 
 
-_tables = {}  # (device, addresses and sizes): tensors
+_tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recently used first
 
 
 def device_tables(device, key, make):
@@ -97,6 +99,9 @@ def device_tables(device, key, make):
             raise RuntimeError("fast_kernels: a CUDA graph cannot record the copy of new tensors' addresses; "
                                "run the function once before the capture")
         tables = _tables[device, key] = [table.to(device) for table in make()]
+        if len(_tables) > MAX_TABLES:  # sharded weights are gathered to other addresses
+            _tables.popitem(last=False)
+    _tables.move_to_end((device, key))
     return tables
 
 

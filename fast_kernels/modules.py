@@ -73,17 +73,28 @@ class DelayedScaling:
     amax_compute_algo: str = "max"  # max | most_recent
     reduce_amax: bool = True  # over the ranks of torch.distributed
 
+    def __post_init__(self):
+        supported = dict(fp8_format=tuple(Format), amax_compute_algo=("max", "most_recent"))
+        for name, values in supported.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
+                                 f"{', '.join(map(str, values))} only")
+
     def delayed(self):
         return True
 
 
-def is_fp8_available(return_reason=False, reason=None):
-    reason = unsupported_reason() if reason is None else reason
+def is_fp8_available(return_reason=False):
+    reason = unsupported_reason()
     return (not reason, reason) if return_reason else not reason
 
 
-is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = functools.partial(
-    is_fp8_available, reason="fast_kernels has delayed scaling only; other recipes need Transformer Engine.")
+def is_mxfp8_available(return_reason=False):
+    reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
+    return (False, reason) if return_reason else False
+
+
+is_fp8_block_scaling_available = is_nvfp4_available = is_mxfp8_available
 
 
 @functools.cache
@@ -316,8 +327,9 @@ class Module(nn.Module):
         self.fp8_meta["fp8_checkpoint"] = True
         states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         kept = [tensor for state in states for tensor in (state.scale, state.amax_history)]
-        for gemm in range(len(self.weight_names) if keeps_weights else 0):
-            kept += self.workspace(gemm)
+        if keeps_weights:
+            for gemm in range(len(self.weight_names)):
+                kept += self.workspace(gemm)
         for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
 
@@ -339,11 +351,11 @@ class Module(nn.Module):
         return self._quantization(0)[2] if self.fp8_meta["fp8_checkpoint"] else None
 
     def workspace(self, gemm):
-        """Return the memory in which a GEMM's quantized weight is kept."""
+        """Return the memory of a GEMM's quantized weight, allocated on first use."""
         name = self.weight_names[gemm]
         if name not in self._fp8_workspaces:
             weight = getattr(self, name)
-            with torch.inference_mode(False):  # training goes on with it
+            with torch.inference_mode(False):  # training could not write an inference tensor
                 self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, torch.float8_e4m3fn)
         return self._fp8_workspaces[name]
 
@@ -419,15 +431,17 @@ class LayerNormMLP(Module):
 class RMSNorm(nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
 
-    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
-        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
+        check_options("RMSNorm", options)
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=dtype or params_dtype)
 
 
 class LayerNorm(nn.LayerNorm):
     """(x - mean) · rsqrt(variance + eps) · weight + bias over the last dimension."""
 
-    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
-        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
+        check_options("LayerNorm", options)
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=dtype or params_dtype)
 
 
 class DotProductAttention(nn.Module):
@@ -524,4 +538,5 @@ def quantize_weights(modules):
             module._check(weight, weight)
             weights.append((weight, *module.workspace(gemm), scale, amax))
     if weights:
-        casts.cast_all(*map(list, zip(*weights)))
+        x, rowwise, columnwise, scale_inv, scales, amaxes = map(list, zip(*weights))
+        casts.cast_all(x, rowwise, columnwise, scale_inv, scales, amaxes)

@@ -230,6 +230,12 @@ def test_a_state_is_loaded_into_the_existing_tensors(dtype, options, tmp_path):
     assert_equal(params, others)
     for parameter, own in zip(params, others):
         assert_equal(optimizer.state[parameter].values(), other.state[own].values())
+    without = other.state_dict()
+    without["state"] = {number: {} for number in without["state"]}
+    other.load_state_dict(without)
+    for own in others:
+        state = other.state[own]
+        assert not state["exp_avg"].any() and (other.master != "float32" or (state["master_param"] == own).all())
 
 
 def test_a_state_that_does_not_fit_raises():
@@ -391,3 +397,13 @@ def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_
 def test_a_divided_update_at_the_sizes_of_training(monkeypatch):
     monkeypatch.setitem(globals(), "SHAPES", [(50304, 768), (768,), (16384, 1040), (8208,)])
     test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True)
+
+
+def test_a_divided_update_is_not_done_in_part():
+    _, optimizer, _ = divided_among(2, torch.float32, torch.float32, False)[0]
+    optimizer.peers.all_reduce = lambda total: None
+    with pytest.raises(ValueError, match="call gradient_norm"):
+        optimizer.step()
+    optimizer.gradient_norm()
+    with pytest.raises(ValueError, match="summed over GPUs already"):
+        optimizer.gradient_norm()

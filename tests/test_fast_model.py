@@ -310,6 +310,9 @@ def test_without_fp8_it_is_the_optimized_model():
 @pytest.mark.parametrize("call, error, message", [
     (lambda: modules.Linear(64, 64, biass=False), TypeError, "Linear: unknown argument 'biass'"),
     (lambda: modules.Linear(64, 64, tp_size=2), ValueError, "tp_size=2: fast_kernels supports 1"),
+    (lambda: modules.RMSNorm(64, zero_centered_gamma=True), ValueError, "zero_centered_gamma=True: fast"),
+    (lambda: modules.LayerNorm(64, dtype=torch.bfloat16, gamma=1), TypeError, "unknown argument 'gamma'"),
+    (lambda: modules.DelayedScaling(amax_compute_algo=len), ValueError, "supports max, most_recent"),
     (lambda: modules.LayerNormMLP(64, 64, activation="elu"), ValueError, "'elu': must be one of gelu"),
     (lambda: modules.autocast(recipe=te_reference.Float8CurrentScaling()), ValueError, "has DelayedScaling"),
     (lambda: make_model().float()(*make_tokens(0)), ValueError, r"model\.to\(torch\.bfloat16\)"),
