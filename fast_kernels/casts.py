@@ -280,7 +280,7 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
     "Tensor(d!)[] amax) -> ()")
 def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
-    """Quantize many tensors in one launch. All arguments are lists; x (N, D) BF16, N and D multiples of 16."""
+    """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16."""
     if is_fake(x[0]):
         return
     key = tuple(

@@ -53,9 +53,6 @@ def tokens(batch=2, length=64):
     return torch.randint(0, 96, (batch, length), device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-# ---- the same network
-
-
 @pytest.mark.parametrize(
     "names, options", [(FAMILY, {}), (FAMILY, OTHER), (["optimized", "advanced"], QWEN3)],
     ids=["gpt2", "other", "all switches"])
@@ -97,9 +94,6 @@ def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
     for name, y in logits.items():
         error = ((y - expected).norm() / expected.norm()).item()
         assert error <= math.sqrt(variance), f"{name}: {error:.1e}, bound {math.sqrt(variance):.1e}"
-
-
-# ---- training
 
 
 @pytest.mark.parametrize("name, use_fp8, options", [
@@ -190,9 +184,6 @@ def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys)
     assert read_meta(tmp_path / "run" / "step-6")["model"] == name
 
 
-# ---- configurations and files
-
-
 BAD = [({"vocab_size": 50257}, "vocab_size=50257: must be a multiple of 32 .*; 50304 works"),
        ({"n_embd": 100, "n_head": 3}, "n_embd=100: .*102 works"),
        ({"n_embd": 72, "use_fp8": True}, "n_embd=72: must be a multiple of 16 .*use_fp8=True.; 80 works"),
@@ -223,9 +214,6 @@ def test_an_engine_with_wrong_losses_is_refused(tmp_path):
     imports = [("te", module) for module, *_ in models.MODELS.values()]
     for line in import_errors(ROOT, imports, tmp_path):
         assert "Transformer Engine 2.18" in line, line
-
-
-# ---- the state dict, copies
 
 
 def step(model, times=1):

@@ -36,8 +36,6 @@ def step(model, times=1, **options):
     return loss.item()
 
 
-# ---- recipes
-
 @pytest.mark.parametrize("name, kind, fp8_format", [
     ("delayed", "DelayedScaling", "HYBRID"), ("current", "Float8CurrentScaling", "HYBRID"),
     ("block", "Float8BlockScaling", "E4M3"), ("mxfp8", "MXFP8BlockScaling", "E4M3")])
@@ -117,8 +115,6 @@ def test_shapes_that_fp8_cannot_use(recipe, batch, length, better):
         recipes.check_shapes(narrow, 2, 32, "mxfp8")
 
 
-# ---- the state of delayed scaling
-
 @pytest.mark.parametrize("length", [1, 3, 8, 12])
 def test_another_history_length_keeps_the_newest_rows(length):
     model = make(history=8)
@@ -165,8 +161,6 @@ def test_forgetting_models_keeps_those_that_train():
         forget_models()
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items() if "_fwd." in name)
 
-
-# ---- blocks in high precision
 
 @pytest.mark.parametrize("name, options", [*((name, {}) for name in models.MODELS),
                                            ("optimized", {"gradient_checkpointing": True})])
