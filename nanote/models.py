@@ -138,7 +138,7 @@ def _reason_against_fast(options: dict, dtype) -> str:
         "it has no --fp8-param": options["fp8_param"],
         "it has no --attn-dropout": options["attn_dropout"] > 0,
         "it has no modules for --fp8-health-interval": options["fp8_health_interval"] > 0,
-        f"it has no --attention {options['attention']}": options["attention"] in ("sdpa", "te"),
+        f"it has no --attention {options['attention']}": options["attention"] not in ("auto", None),
         "it has no --offload-activations": options["offload_activations"] > 0,
         f"--n-embd {options['n_embd']} is over 16384": options["n_embd"] > 16384,  # the norms' limit
     }

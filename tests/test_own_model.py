@@ -1,11 +1,14 @@
 """A model of your own in the trainer: --model path/to/file.py:Class."""
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
-from nanote import checkpoint
+from nanote import checkpoint, models
+from nanote.config import TrainConfig
 from trainer_tools import losses, metrics, run_script, run_train
 
 PLAIN = '''
@@ -159,3 +162,12 @@ def test_fields_that_are_no_options_are_set_and_stored(tokens, refused):
 def test_a_wrong_field_is_one_line(tokens, refused, given, message):
     arguments = f"{RUN} {PAIR} --set {given} --out-dir run --data {tokens}"
     assert message in refused(train.run, arguments, "train.py")
+
+
+def test_the_fast_model_leaves_a_chosen_attention_to_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("NANOTE_ENGINE", raising=False)
+    for kernel in ("sdpa", "te", "flash"):
+        options = dataclasses.asdict(TrainConfig(attention=kernel))
+        reason = f"it has no --attention {kernel}"
+        assert models.pick_model(options, "cuda", torch.bfloat16) == ("optimized", reason)

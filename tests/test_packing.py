@@ -121,8 +121,7 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
     """On batches with different documents, a replayed CUDA graph is the step launched from Python."""
     options = (
         f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 "
-        "--log-interval 1 "
-        "--eval-interval 4 "
+        "--log-interval 1 --eval-interval 4 "
         f"--pack-documents --attention {attention} --fp8-recipe {recipe}")
     for name in ("on", "off"):
         assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
