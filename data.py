@@ -134,8 +134,7 @@ def foreign_tokens(path, encoder):
     header = np.fromfile(path, "<i4", 256)  # a magic number, the version, the number of tokens, zeros
     has_header = len(header) == 256 and header[0] == 20240520
     size = Path(path).stat().st_size - header.nbytes * has_header
-    count = header[2] if has_header else size // 2
-    if not size or size != 2 * count:
+    if not size or size != 2 * (header[2] if has_header else size // 2):
         raise ValueError(f"{path}: {size} bytes, empty, truncated or not uint16 tokens; copy it again")
     tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
     if tokens.max() >= encoder.vocab_size:
