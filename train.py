@@ -165,7 +165,10 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
 
 def make_profiler(steps: str | None, folder: str, device):
     """Return a context manager of a function: `with profile(step):` profiles the steps of `steps`."""
-    return logs.Profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
+    if not steps:
+        return nullcontext(lambda step: nullcontext())
+    from nanote.profiling import Profiler
+    return Profiler(steps, folder, device)
 
 
 def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:
@@ -293,8 +296,7 @@ def write_start(folder: str, options: dict, source: Path | None, first_step: int
 
 def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
     """Return the run's part of a checkpoint's meta.json. `saved`: that of the checkpoint it continued."""
-    kept = {"hf": saved["hf"]} if "hf" in saved else {}  # the source of an imported model
-    return kept | {
+    return ({"hf": saved["hf"]} if "hf" in saved else {}) | {  # hf: the source of an imported model
         "config": options,
         "model": models.network(options["model"]),
         "model_config": asdict(model.config),

@@ -36,8 +36,7 @@ def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
         return parallel.ShardedGradients(model)
-    are_summed = grad_accum > 1 or parallel.world_size() > 1
-    gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
+    gradients = Gradients(model, dtype=torch.float32 if grad_accum * parallel.world_size() > 1 else None)
     if parallel.world_size() > 1:
         from nanote import peers
         gradients.undivided_reason = peers.divide_update(optimizer, gradients)

@@ -1,4 +1,4 @@
-"""The logs of a run: losses, speed and model FLOP utilization (MFU); traces of steps for --profile.
+"""The logs of a run: losses, speed and model FLOP utilization (MFU).
 
 A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. A log
 that cannot be written does not stop a run: its lines are kept and written later.
@@ -6,7 +6,6 @@ that cannot be written does not stop a run: its lines are kept and written later
 import contextlib
 import json
 import math
-import re
 import signal
 import sys
 import time
@@ -245,42 +244,3 @@ def plot_losses(folder) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
     axes.legend()
     figure.savefig(Path(folder, "loss.png"), dpi=150)
-
-
-class Profiler(contextlib.ExitStack):
-    """`with Profiler(...) as profile:` and `with profile(step):` trace the steps START:STOP, on rank 0. The
-    device is synchronized before and after them, so the trace holds them completely, and no others."""
-
-    def __init__(self, steps: str, folder, device: torch.device):
-        super().__init__()
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
-        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= self.first <= self.last:
-            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
-        self.steps, self.path, self.device = steps, Path(folder, "profile"), device
-        self.is_running = False
-
-    @contextlib.contextmanager
-    def __call__(self, step: int):
-        if parallel.rank() != 0 or not self.first <= step <= self.last:
-            yield
-            return
-        if not self.is_running:
-            torch.get_device_module(self.device).synchronize()
-            self.enter_context(torch.profiler.profile(on_trace_ready=self._write))
-            self.is_running = True
-        with torch.profiler.record_function(f"step {step}"):
-            yield
-        if step == self.last:
-            self.close()  # ends the trace, and synchronizes; __exit__ does if the run ends before
-
-    def _write(self, profile) -> None:
-        order = f"self_{self.device.type}_time_total"
-        try:
-            self.path.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(self.path / "trace.json.gz"))
-            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
-            (self.path / "table.txt").write_text(table)
-            print(f"--profile {self.steps}: {self.path} has a table, and a trace for ui.perfetto.dev")
-        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
-            print(f"--profile {self.steps}: {problem}; training continues")

@@ -75,8 +75,7 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
     is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
     matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
-    of_muon = {id(parameter) for parameter in matrices}
-    parameters = [p for p in parallel.local_parameters(model) if id(p) not in of_muon]
+    parameters = [p for p in parallel.local_parameters(model) if all(p is not matrix for matrix in matrices)]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)

@@ -12,8 +12,8 @@ import torch
 
 from nanote import logs, models
 from nanote.config import TrainConfig
-from nanote.logs import Profiler
 from nanote.parallel import Ranks
+from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses
 
 CPU = torch.device("cpu")

@@ -1,0 +1,47 @@
+"""Profile steps of a run (--profile) by PyTorch: a trace for ui.perfetto.dev and a table of kernels."""
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+from nanote import parallel
+
+
+class Profiler(contextlib.ExitStack):
+    """`with Profiler(...) as profile:` and `with profile(step):` trace the steps START:STOP, on rank 0. The
+    device is synchronized before and after them, so the trace holds them completely, and no others."""
+
+    def __init__(self, steps: str, folder, device: torch.device):
+        super().__init__()
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= self.first <= self.last:
+            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+        self.steps, self.path, self.device = steps, Path(folder, "profile"), device
+        self.is_running = False
+
+    @contextlib.contextmanager
+    def __call__(self, step: int):
+        if parallel.rank() != 0 or not self.first <= step <= self.last:
+            yield
+            return
+        if not self.is_running:
+            torch.get_device_module(self.device).synchronize()
+            self.enter_context(torch.profiler.profile(on_trace_ready=self._write))
+            self.is_running = True
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        if step == self.last:
+            self.close()  # ends the trace, and synchronizes; __exit__ does if the run ends before
+
+    def _write(self, profile) -> None:
+        order = f"self_{self.device.type}_time_total"
+        try:
+            self.path.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(self.path / "trace.json.gz"))
+            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (self.path / "table.txt").write_text(table)
+            print(f"--profile {self.steps}: {self.path} has a table, and a trace for ui.perfetto.dev")
+        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
+            print(f"--profile {self.steps}: {problem}; training continues")
