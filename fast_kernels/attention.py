@@ -151,9 +151,7 @@ def _differentiate_separate(ctx, dout, _):
     dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
-    buffers = [x.new_empty(x.shape) for x in (q, k, v)]
-    gradients = _attend_backward(buffers, dout, q, k, v, out, lse, cu_seqlens, None)
-    return *(x.contiguous() for x in gradients), None
+    return *(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -174,7 +172,7 @@ def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
 
 def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
     slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
-    gradients = _attend_backward(slices, dout, q, k, v, out, lse, cu_seqlens, window)
+    gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, slices)
     if gradients is not slices:
         torch.cat(gradients, dim=2, out=dqkv)
 
@@ -264,9 +262,9 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(buffers, dout, q, k, v, out, lse, cu_seqlens, window):
-    """Return the gradients of q, k and v. FlashAttention 4 writes them to `buffers` and returns these; other
-    kernels allocate their own."""
+def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, buffers=None):
+    """Return the gradients of q, k and v. FlashAttention 4 writes them to `buffers`, if given, and returns
+    these; all other gradients are new tensors."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
@@ -289,6 +287,8 @@ def _attend_backward(buffers, dout, q, k, v, out, lse, cu_seqlens, window):
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
             **_window_options(window))
         return [x.view(shape) for x, shape in zip(gradients, shapes)]
+    if buffers is None:
+        buffers = [q.new_empty(shape) for shape in shapes]
     dq, dk, dv = buffers if cu_seqlens is None else [x.flatten(0, 1) for x in buffers]  # views
     fa4_backward(
         q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
