@@ -10,8 +10,8 @@ All of these operations are bound by memory, so the design counts reads and writ
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
   both at once. Transformer Engine (TE) reads a tensor again to cast it, and again to transpose it.
-- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. The kernel
-  that reads a GEMM's output adds the bias; the one that writes this output's gradient also reduces dbias.
+- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM's bias
+  is added where the GEMM's output is read; dbias is summed over rows where the output's gradient is written.
 - A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
   rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 

@@ -1,4 +1,4 @@
-"""A model of your own in the trainer: --model path/to/file.py:Class."""
+"""--model: a model of your own, path/to/file.py:Class, and which of the kit's models "auto" means."""
 import dataclasses
 import shutil
 from pathlib import Path
