@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tyro
 import yaml
@@ -45,6 +45,9 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 @dataclass
 class TrainConfig:
     """Train a GPT in FP8; with torchrun on several GPUs, and slowly on a CPU."""
+
+    # Options on the command line or in a --config file that a user wrote; not stored with a run.
+    typed: ClassVar[frozenset[str]] = frozenset()
 
     # run
     preset: Literal[tuple(PRESETS)] = "tiny"  # Preset that gives the defaults of the other options.
@@ -234,8 +237,11 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     if restarted:
         has_checkpoint = any(Path(restarted).glob("step-*"))
         typed += [f"--out-dir={restarted}", "--resume" if has_checkpoint else "--no-resume"]
-    file = glance(typed).config
-    arguments = [*_as_arguments(_read_file(file)), *typed] if file else typed
+    file, arguments, names = glance(typed).config, typed, _option_names(typed)
+    if file:
+        in_file, is_of_run = _read_file(file)
+        arguments = [*_as_arguments(in_file), *typed]
+        names |= set() if is_of_run else _option_names(_as_arguments(in_file))
     early, folder = glance(arguments), None
     if early.resume or early.eval_only:
         if glance(typed).init_from and not restarted:
@@ -245,6 +251,7 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
         arguments = [*_as_arguments(saved), *arguments]
     default = TrainConfig(**PRESETS[glance(arguments).preset])
     config = parse(TrainConfig, arguments, "train.py", default=default)
+    config.typed = frozenset(names)
     config.check()
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
@@ -278,8 +285,15 @@ def _as_arguments(options: dict):
             yield f"{_flag(name)}={value}"
 
 
-def _read_file(path: str) -> dict:
-    """Return the options in a JSON or YAML file, or in the config.json of a run."""
+def _option_names(arguments) -> set[str]:
+    """Return the options among arguments: {"lr", "bias"} for ["--lr=0.1", "--no-bias"]."""
+    known = {field.name for field in fields(TrainConfig)}
+    words = [word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+    return {word if word in known else word.removeprefix("no_") for word in words} & known
+
+
+def _read_file(path: str) -> tuple[dict, bool]:
+    """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
     try:
         options = yaml.safe_load(Path(path).read_text())  # JSON is YAML, too
     except (ValueError, yaml.YAMLError) as error:
@@ -287,9 +301,9 @@ def _read_file(path: str) -> dict:
     if not isinstance(options, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
     if options.pop("command", None) is None:
-        return options
+        return options, False
     of_0_1 = options.get("config")  # version 0.1 has them there; now it is the name of a file
-    return _options_of_run(of_0_1 if isinstance(of_0_1, dict) else options, path)
+    return _options_of_run(of_0_1 if isinstance(of_0_1, dict) else options, path), True
 
 
 def _options_of_run(options: dict, source) -> dict:

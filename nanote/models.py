@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, recipes
+from nanote import checkpoint, parallel, recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -38,6 +38,10 @@ FAST = ("model_te_fast", "FastGPT2Model", "FastConfig")  # the network of optimi
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
+CHECKED_FOR_FAST = {"attn_dropout", "attention"}  # FastConfig has no such fields: see _reason_against_fast
+INSTEAD = {  # what the kit's files that lack an option have
+    "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
+    "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}
 
 
 def make_model(config, device, dtype, recipe, saved=None):
@@ -58,11 +62,8 @@ def make_model(config, device, dtype, recipe, saved=None):
     if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
         raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
                          "leave the option out, or use --model optimized")
-    defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
-    for option in OPTIONS:  # the model would ignore it; a default or the preset's was not chosen by the user
-        if option not in fields and getattr(config, option) not in (defaults[option], preset.get(option)):
-            raise ValueError(f"--{option.replace('_', '-')}: the config of --model {config.model} has no "
-                             f"field {option}; leave the option out, or use --model optimized")
+    if lost := ignored_options(config, fields if name != "fast" else fields | CHECKED_FOR_FAST):
+        print_lost(config, lost)
     model_config = make_model_config(name, options)
     model = build_model(name, model_config, device=device, dtype=dtype,
                         fp8_weights_recipe=recipe if config.fp8_param else None)
@@ -78,6 +79,32 @@ def make_model(config, device, dtype, recipe, saved=None):
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
     model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
+
+
+def ignored_options(config, fields) -> list[str]:
+    """Return the options of the preset that a model ignores, since its config does not have these `fields`.
+    ValueError for an option that the user typed, or a value that is neither the preset's nor the default."""
+    defaults, preset, ignored = vars(TrainConfig()), PRESETS[config.preset], []
+    for option in OPTIONS:
+        if option in fields:
+            continue
+        value = getattr(config, option)
+        if option in config.typed or value not in (defaults[option], preset.get(option)):
+            raise ValueError(f"--{option.replace('_', '-')}: the config of --model {config.model} has no "
+                             f"field {option}; leave the option out, or use --model optimized")
+        if value != defaults[option]:
+            ignored.append(option)
+    return ignored
+
+
+def print_lost(config, lost: list[str]) -> None:
+    """Print what a model lacks of --preset, and what the kit's files have instead."""
+    values = [name if getattr(config, name) is True else f"{name}={getattr(config, name)}" for name in lost]
+    line = f"--model {config.model}: has no {', '.join(values)} of --preset {config.preset}"
+    if not is_file(config.model):
+        line += f": trains with {', '.join(INSTEAD[name] for name in lost if name in INSTEAD)}"
+    if parallel.rank() == 0:
+        print(line, flush=True)
 
 
 def read_fields(texts, config_class, saved: dict | None) -> dict:
