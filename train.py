@@ -60,7 +60,8 @@ def main(config: TrainConfig) -> None:
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
-    config.is_graphable(not recipes.IS_REFERENCE)  # ValueError if --cuda-graph on is impossible
+    has_fp8_gpu = device.type == "cuda" and not recipes.IS_REFERENCE
+    config.is_graphable(has_fp8_gpu)  # ValueError if --cuda-graph on is impossible
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
@@ -122,7 +123,8 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
         return norm
 
     eager = forward_backward
-    if config.is_graphable(not recipes.IS_REFERENCE):  # without these lines everything still trains
+    has_fp8_gpu = loader.device.type == "cuda" and not recipes.IS_REFERENCE
+    if config.is_graphable(has_fp8_gpu):  # without these lines everything still trains
         from nanote.graphs import CudaGraph
         forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.kept_state(model))
         update = CudaGraph(update) if optimizer.capturable else update
@@ -222,8 +224,11 @@ def validation(model, loader: Loader, tokens: int, is_last: bool, is_compiled: b
 # ---------------------------------------------------------------- the parts of a run
 
 def prepare_cpu(activation: int) -> None:
-    """Raise ValueError unless FP8 is emulated, and use fewer threads if an activation has few values."""
-    if not recipes.IS_REFERENCE:
+    """Raise ValueError unless the engine runs here, and use fewer threads if an activation has few values."""
+    if recipes.ENGINE == "fast" and not recipes.te.unsupported_reason() and not torch.cuda.is_available():
+        from fast_kernels import interpreter  # TRITON_INTERPRET=1
+        interpreter.install()
+    elif not recipes.IS_REFERENCE:
         raise ValueError(f"--device cpu: {recipes.te.__name__} needs a GPU; set NANOTE_ENGINE=reference")
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
         torch.set_num_threads(max(1, min(torch.get_num_threads(), activation // 2**19)))

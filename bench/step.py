@@ -131,7 +131,7 @@ class Step:
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, batches, self.divisor)
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
-        self.is_graph = config.is_graphable(not recipes.IS_REFERENCE)
+        self.is_graph = config.is_graphable(device.type == "cuda" and not recipes.IS_REFERENCE)
         if self.is_graph:
             self.run_forward_backward = CudaGraph(
                 self.forward_backward, keep=lambda: recipes.kept_state(self.model))

@@ -14,5 +14,6 @@
 - embedding.py   token and position embedding in one kernel, and their gradients
 - loss.py        cross-entropy whose gradient is written in FP8
 - adam.py        AdamW with clipping in one pass
+- interpreter.py the kernels on a CPU, in Triton's interpreter
 - library.py     how kernels become operations of PyTorch
 """

@@ -157,7 +157,7 @@ def _reason_against_fast(options: dict, dtype) -> str:
     """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
     recipe = options["fp8_recipe"]
     unsupported = {
-        "there is no GPU": not torch.cuda.is_available(),
+        "there is no GPU": not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
         f"NANOTE_ENGINE={recipes.ENGINE} is set": os.environ.get("NANOTE_ENGINE", "fast") != "fast",
         f"it has no --fp8-recipe {recipe}": recipe not in ("delayed", "none"),
         f"it has no weights in {str(dtype).removeprefix('torch.')}": dtype != torch.bfloat16,

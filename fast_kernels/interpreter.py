@@ -1,0 +1,145 @@
+"""The kernels on a CPU, in Triton's interpreter: what `install()` replaces, so that a model trains there.
+
+    TRITON_INTERPRET=1 NANOTE_ENGINE=fast python train.py --model fast --device cpu --dtype bfloat16 …
+
+For tests and for a look at this engine without a GPU, at a tiny size: a step of 256 tokens takes a second.
+TRITON_INTERPRET must be set before Triton is imported. On a machine with a GPU also hide that
+(CUDA_VISIBLE_DEVICES=""). Three kinds of functions are replaced:
+
+- `primitives`: what it cannot run (inline PTX) or computes otherwise than a GPU (its casts truncate).
+- `plain_casts`: norms, activations, casts and the update of the scales run in plain PyTorch, by the reference
+  beside each operation. Interpreted, they take seconds for each layer.
+- `speed_up`: two functions of the interpreter itself, which take half of its time.
+
+Embedding, loss and AdamW are interpreted. GEMMs are torch._scaled_mm, and attention is PyTorch's.
+"""
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils._pytree import tree_map
+from triton.runtime import interpreter
+
+from fast_kernels import cast_kernels, casts, scales
+
+_truncate = interpreter._convert_float  # the interpreter's own
+
+
+@functools.cache
+def install() -> None:
+    """Replace functions of Triton and of this package in this process, for good."""
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("fast_kernels.interpreter.install: Triton does not interpret kernels here; start "
+                         'Python with TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=""')
+    speed_up()
+    for module, name, function in (*primitives(), *plain_casts()):
+        setattr(module, name, function)
+
+
+@functools.cache
+def speed_up() -> None:
+    """Replace Triton's functions once per launch, and look up the dtype of each type once.
+
+    The interpreter does the first at each call of a function within a kernel as well, when they are replaced
+    already, and makes its dictionary of dtypes anew for each tensor: half of its time in all.
+    """
+    patch, find_dtype, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
+
+    def patch_lang(function):
+        modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(module.load) for module in modules):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    def numpy_dtype(triton_type):
+        if triton_type.name not in dtypes:
+            dtypes[triton_type.name] = find_dtype(triton_type)
+        return dtypes[triton_type.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, numpy_dtype
+
+
+# ---------------------------------------------------------------- what the interpreter cannot run
+
+def primitives() -> list:
+    """Return (module, name, replacement) of casts, inline PTX, and a reduction that is slow in it."""
+    functions = _reciprocal, round_bf16, widen, _pack_fp8, two_sums
+    replaced = [(cast_kernels, function.fn.__name__, function) for function in functions]
+    return [(interpreter, "_convert_float", _convert_float), *replaced]
+
+
+def _convert_float(x, source, target, rounding):
+    """Cast with PyTorch: to nearest even and, to FP8, with saturation, as a GPU does."""
+    narrow = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+    if str(source) != "fp32" or str(target) not in narrow:
+        return _truncate(x, source, target, rounding)
+    values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
+    if dtype.itemsize == 1:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    values = values.to(dtype)
+    return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
+
+
+@triton.jit
+def _reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def round_bf16(x):
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def widen(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _byte(x, FP8: tl.constexpr):
+    return x.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
+    return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
+
+
+@triton.jit
+def two_sums(a, b):
+    return tl.sum(a), tl.sum(b)
+
+
+# ---------------------------------------------------------------- what is slow in it
+
+def plain_casts() -> list:
+    """Return (module, name, replacement) of the operations of casts.py and scales.py in plain PyTorch."""
+    dtypes = dict(norm=torch.float32, norm_backward=torch.bfloat16, activate=torch.bfloat16,
+                  activate_backward=torch.bfloat16)  # of the norm's statistics, or of gradients
+    replaced = [(casts, name, _rounded(getattr(casts, f"{name}_reference"), dtype))
+                for name, dtype in dtypes.items()]
+    return [*replaced, (casts, "cast", _cast), (casts, "cast_all", _cast_all),
+            (scales, "update", scales.update_reference)]
+
+
+def _rounded(reference, dtype):
+    """Return a reference in float64 whose results are rounded to `dtype`."""
+    def to_dtype(x):
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
+
+    return lambda *arguments, **options: tree_map(to_dtype, reference(*arguments, **options))
+
+
+def _cast(x, scale, amax, fp8, with_dbias=False, out=None):
+    quantized = casts.quantize_reference(x, scale, amax, fp8)
+    for written, tensor in zip(out or (), quantized):
+        written.copy_(tensor)
+    return out or quantized, x.double().sum(0).bfloat16() if with_dbias else None
+
+
+def _cast_all(*tensors):
+    for x, *out, scale, amax in zip(*tensors):
+        _cast(x, scale, amax, out[0].dtype, out=out)
