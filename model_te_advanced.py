@@ -1,6 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_reference.py` (FP8 emulated).
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. What is no
+architecture comes from there: the engine, the FP8 state, initializers.
 
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
@@ -11,37 +12,22 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 """
 
 import math
-import os
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module, metadata, util
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
-MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
-GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-BEST = "te" if GPU and util.find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
-ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
-try:
-    te = import_module(MODULES[ENGINE])
-    recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
-    DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
-    if ENGINE == "te" and [*map(int, metadata.version("transformer_engine").split(".")[:2])] < [2, 18]:
-        raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
-except Exception as error:  # a broken TE raises more than ImportError
-    raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
-                      "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
-
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
-
-
-def round_up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
+from model_te_optimized import (
+    FP8Model,
+    check_multiples,
+    fp8_forward,
+    normal_init,
+    residual_init,
+    round_up,
+    te,
+)
 
 
 @dataclass
@@ -78,14 +64,9 @@ class AdvancedConfig:
         self.n_inner = default if self.n_inner is None else self.n_inner
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
-        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
-        for field, multiple in multiples.items():
-            if (value := getattr(self, field)) % multiple:
-                works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
+        head_dim = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
+        check_multiples(self, vocab_size=32, n_embd=width, n_inner=fp8, head_dim=head_dim)
         choices = {"activation": ["gelu", "swiglu"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
@@ -159,16 +140,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
-class AdvancedGPT2Model(nn.Module):
+class AdvancedGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
+        super().__init__(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -186,20 +165,13 @@ class AdvancedGPT2Model(nn.Module):
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.register_state_dict_post_hook(save_fp8_state)
-        self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # TE's initializers are local functions, which do not pickle
-            vars(module).pop("param_init_meta", None)
+        self.drop_local_functions()
 
+    @fp8_forward
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given. With gradient accumulation, is_first_microbatch is
         True for the first micro-batch of a step and False for the others, which reuse its FP8 weights."""
         config = self.config
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
-                return self.forward(input_ids, labels, is_first_microbatch)
-        if torch.compiler.is_compiling() and ENGINE == "te" and config.use_fp8 and self.fp8_recipe.delayed():
-            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
@@ -218,65 +190,3 @@ class AdvancedGPT2Model(nn.Module):
         if labels is None:
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
-
-    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
-        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
-
-    def check_input(self, batch, length):
-        n_positions, tokens = self.config.n_positions, batch * length
-        if length > n_positions:
-            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}: too long")
-        multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
-        if self.config.use_fp8 and tokens % multiple:
-            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
-                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
-
-    def __setstate__(self, state):
-        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
-        super().__setstate__(state)
-        for module in self.modules():
-            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
-                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
-                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
-                module.fp8_meta_tensors_initialized = False
-                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
-
-
-def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
-    for name, module in model.named_modules():
-        state_dict.pop(f"{prefix}{name}._extra_state", None)
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if module._parameters and getattr(scaling, "scale", None) is not None:  # not of TE's attention
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
-
-
-def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take scales and histories out of a state dict, and set them if the model has delayed scaling."""
-    for name, module in model.named_modules():
-        state_dict.pop(f"{prefix}{name}._extra_state", None)
-        if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
-            state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                gemms = 2 if hasattr(module, "fc2_weight") else 1
-                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history
-                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
-                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
-
-
-@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
-def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
-    return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
-
-
-def residual_init(config):  # of the projections onto the residual
-    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))

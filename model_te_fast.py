@@ -98,10 +98,10 @@ class FastConfig:
 
 
 def document_positions(cu_seqlens, batch, length):
-    """Return each token's position in its document, (B, S)."""
+    """Return each token's position in its document, (B, S) int64, as `embed` takes it."""
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
-    return tokens - cu_seqlens[document - 1]
+    return (tokens - cu_seqlens[document - 1]).long()
 
 
 def rope_tables(positions, head_dim, theta):

@@ -18,7 +18,7 @@ import os
 import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module, metadata, util
 from types import SimpleNamespace
 
@@ -26,11 +26,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
 MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
-GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-BEST = "te" if GPU and util.find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
-ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
+
+
+def best_engine():
+    """Return TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8."""
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if gpu and util.find_spec("transformer_engine"):
+        return "te"
+    if gpu == (9, 0) and util.find_spec("fast_kernels") and util.find_spec("triton"):
+        return "fast"
+    return "reference"
+
+
+ENGINE = os.environ.get("NANOTE_ENGINE") or best_engine()
 try:
     te = import_module(MODULES[ENGINE])
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
@@ -50,8 +59,21 @@ for package in ("flash_attn", "flash_attn.cute"):  # FlashAttention 2; 4 (Hopper
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
+def residual_init(config):  # of the projections onto the residual
+    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+
+
 def round_up(n, multiple):
     return (n + multiple - 1) // multiple * multiple
+
+
+def check_multiples(config, **multiples):
+    """Raise ValueError for a field of the config that is no multiple of its number."""
+    for field, multiple in multiples.items():
+        if (value := getattr(config, field)) % multiple:
+            works = round_up(value, 128 if field == "vocab_size" else multiple)
+            rule = f"{multiple} (n_head={config.n_head}, use_fp8={config.use_fp8}); {works} works"
+            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {rule}")
 
 
 @dataclass
@@ -92,14 +114,9 @@ class OptimizedConfig:
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
-        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
-        for field, multiple in multiples.items():
-            if (value := getattr(self, field)) % multiple:
-                works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
+        head_dim = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
+        check_multiples(self, vocab_size=32, n_embd=width, n_inner=fp8, head_dim=head_dim)
         choices = {"activation": ["gelu", "swiglu"], "attention": ["sdpa", "te", "flash", "auto"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
@@ -236,16 +253,76 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
-class OptimizedGPT2Model(nn.Module):
+class FP8Model(nn.Module):
+    """What FP8 needs of any architecture: the recipe and its context, the check of the input, and the FP8
+    state in state dicts, copies and pickles. Call `drop_local_functions` at the end of `__init__`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
+        self.register_state_dict_post_hook(save_fp8_state)
+        self.register_load_state_dict_pre_hook(load_fp8_state)
+
+    def drop_local_functions(self):
+        """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
+        for module in self.modules():
+            vars(module).pop("param_init_meta", None)
+            module._load_state_dict_post_hooks.clear()
+            if hasattr(module, "mask_func"):
+                module.mask_func = te.utils.attention_mask_func
+
+    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
+        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+
+    def check_input(self, batch, length, past=0):
+        n_positions, tokens = self.config.n_positions, batch * length
+        if past + length > n_positions:
+            raise ValueError(f"input_ids: {past + length} positions, but n_positions={n_positions}: too long")
+        multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
+        if self.config.use_fp8 and tokens % multiple:
+            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
+                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
+
+    def __setstate__(self, state):
+        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
+                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
+                module.fp8_meta_tensors_initialized = False
+                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
+
+
+def fp8_forward(forward):
+    """Decorate a model's `forward`, so that it may run in inference mode and under torch.compile."""
+    @wraps(forward)
+    def run(model, *args, **options):
+        if torch.compiler.is_compiling():
+            if ENGINE == "te" and model.config.use_fp8 and model.fp8_recipe.delayed():
+                return run_uncompiled(forward, model, *args, **options)
+        elif torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
+                return forward(model, *args, **options)
+        return forward(model, *args, **options)
+    return run
+
+
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
+def run_uncompiled(forward, *args, **options):
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
+    return forward(*args, **options)
+
+
+class OptimizedGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
+        super().__init__(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -263,25 +340,15 @@ class OptimizedGPT2Model(nn.Module):
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.register_state_dict_post_hook(save_fp8_state)
-        self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # TE's local functions do not pickle: initializers, hooks, masks
-            vars(module).pop("param_init_meta", None)
-            module._load_state_dict_post_hooks.clear()
-            if hasattr(module, "mask_func"):
-                module.mask_func = te.utils.attention_mask_func
+        self.drop_local_functions()
 
+    @fp8_forward
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
         """Return logits, or the loss if labels are given. is_first_microbatch: True for the first micro-batch
         of a step, False for the others, which reuse its FP8 weights. cu_seqlens: int32, the start of each
         document of a packed batch in its B·S tokens, then B·S, repeated as needed. kv_cache: from
         `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
-                return self.forward(input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
-        if torch.compiler.is_compiling() and ENGINE == "te" and config.use_fp8 and self.fp8_recipe.delayed():
-            return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
         self.check_input(batch, length, past)
         positions, documents = torch.arange(past, past + length, device=input_ids.device), None
@@ -311,33 +378,11 @@ class OptimizedGPT2Model(nn.Module):
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
-    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
-        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
-
-    def check_input(self, batch, length, past):
-        n_positions, tokens = self.config.n_positions, batch * length
-        if past + length > n_positions:
-            raise ValueError(f"input_ids: {past + length} positions, but n_positions={n_positions}: too long")
-        multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
-        if self.config.use_fp8 and tokens % multiple:
-            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
-                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
-
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
         config, weight = self.config, self.wte.weight
         shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
         return SimpleNamespace(kv=torch.empty(shape, device=weight.device, dtype=weight.dtype), length=0)
-
-    def __setstate__(self, state):
-        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
-        super().__setstate__(state)
-        for module in self.modules():
-            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
-                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
-                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
-                module.fp8_meta_tensors_initialized = False
-                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
@@ -368,13 +413,3 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 own = module.fp8_meta[direction].amax_history
                 newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
                 own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
-
-
-@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
-def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
-    return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
-
-
-def residual_init(config):  # of the projections onto the residual
-    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))

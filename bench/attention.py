@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
-from model_te_optimized import DelayedScaling, te
 from nanote import recipes
 from nanote.config import in_a_line
+from nanote.engine import DelayedScaling, te
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -29,8 +29,9 @@ from bench import measure, nanogpt
 from bench.report import Rows
 from fast_kernels.adam import FastAdam
 from model_te_fast import FastConfig, FastGPT2Model
-from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.config import TrainConfig, parse, run_command
+from nanote.engine import te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device
 

@@ -1,6 +1,5 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
-`recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels, te_reference.
 `make` returns the recipe with which a model enters `te.autocast`. The FP8 state consists of plain tensors,
 read and written as in the model's state dict. A missing state or another history length is no error, so a
 run can change its precision when it resumes.
@@ -12,11 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from model_te_optimized import ENGINE, load_fp8_state, save_fp8_state, te
+from nanote.engine import ENGINE, load_fp8_state, recipes, save_fp8_state, te
 
 IS_REFERENCE, HAS_TE = ENGINE == "reference", ENGINE == "te"
 TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
-recipes = importlib.import_module("transformer_engine.common.recipe") if HAS_TE else te
 
 DESCRIPTIONS = {"te": f"Transformer Engine {TE_VERSION}", "fast": "FP8 by fast_kernels",
                 "reference": "FP8 emulated by te_reference"}

@@ -1,4 +1,5 @@
-"""The five models: the same weights give the same logits, each trains, and each file works on its own."""
+"""The five models: the same weights give the same logits, each trains, each works beside the files that it
+names, and PyTorch's ways to save and copy a model keep its FP8 state."""
 
 import copy
 import json
@@ -300,28 +301,29 @@ def test_a_copy_continues_as_the_original_does(name):
             assert all(torch.equal(value, state[key]) for key, value in recipes.get_state(model).items())
 
 
-STANDS_ALONE = f"""
+COPIED = f"""
 import sys, torch
 for folder, name, model, config in zip(*[iter(sys.argv[1:])] * 4):
     sys.path[0] = folder
-    sys.modules.pop('te_reference', None)
+    for other in ('te_reference', 'model_te_optimized'):
+        sys.modules.pop(other, None)
     module = __import__(name)
     net = getattr(module, model)(getattr(module, config)(**{TINY!r}))
     loss = net(*torch.zeros(2, 1, 8, dtype=torch.int64))
-    files = module.__file__, sys.modules['te_reference'].__file__
+    files = [sys.modules[file].__file__ for file in (name, 'te_reference', 'model_te_optimized')]
     print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())
 """
 
 
-def test_each_file_stands_alone(tmp_path):
+def test_each_file_runs_beside_the_files_that_it_names(tmp_path):
     arguments = []
     for name, (module, model, config) in models.MODELS.items():
         (tmp_path / name).mkdir()
-        for file in (f"{module}.py", "te_reference.py"):
+        for file in {f"{module}.py", "model_te_optimized.py", "te_reference.py"}:
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
     environment = os.environ | {"NANOTE_ENGINE": "reference", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", STANDS_ALONE, *arguments], cwd=tmp_path, env=environment,
+    done = subprocess.run([sys.executable, "-c", COPIED, *arguments], cwd=tmp_path, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]
@@ -366,3 +368,28 @@ def test_a_bare_copy_says_what_is_missing_and_what_to_copy(tmp_path):
         assert line.startswith(f"ImportError: engine {engine}: ") and words in line and WHAT_TO_COPY in line
     for line in lines[len(of_engines):]:
         assert "No module named 'te_reference'" in line and WHAT_TO_COPY in line and len(line) < 250
+
+
+ON_HOPPER = """
+import sys, torch
+torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda *device: (9, 0)
+for name in ("transformer_engine", *sys.argv[1:]):
+    sys.modules[name] = None  # not installed
+import model_te_optimized
+print(model_te_optimized.ENGINE)
+"""
+
+
+@pytest.mark.parametrize("folders, missing, engine", [
+    ([], [], "reference"), (["fast_kernels"], [], "fast"), (["fast_kernels"], ["triton"], "reference")])
+def test_a_copy_on_hopper_takes_the_engine_that_is_there(tmp_path, folders, missing, engine):
+    if engine == "fast":
+        pytest.importorskip("triton")
+    for file in ("model_te_optimized.py", "te_reference.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    for folder in folders:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    environment = {name: value for name, value in os.environ.items() if name != "NANOTE_ENGINE"}
+    done = subprocess.run([sys.executable, "-c", ON_HOPPER, *missing], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)
+    assert done.stdout.strip() == engine, done.stderr

@@ -287,10 +287,11 @@ def test_two_models_do_not_change_each_others_scales():
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_packed_documents_see_their_own_tokens_only():
+@pytest.mark.parametrize("use_rotary", [True, False])
+def test_packed_documents_see_their_own_tokens_only(use_rotary):
     starts = torch.tensor([0, 10, 16, 20, 32], dtype=torch.int32, device=DEVICE)
     tokens, labels = make_tokens(0)
-    model = make_model(use_rotary=True)
+    model = make_model(use_rotary=use_rotary)
     only = torch.full_like(labels, -100)
     only[0, 10:] = labels[0, 10:]  # the second document's
     others = tokens.clone()
@@ -299,6 +300,10 @@ def test_packed_documents_see_their_own_tokens_only():
     with torch.no_grad():
         one, two = (model(ids, only, cu_seqlens=starts).item() for ids in (tokens, others))
         assert one == two != model(others, only).item()
+    if not use_rotary:  # positions restart in each document: the second one has 6 tokens
+        model(tokens, only, cu_seqlens=starts).backward()
+        trained = model.wpe.weight.grad.abs().sum(1) > 0
+        assert trained.tolist() == [True] * 6 + [False] * 10
 
 
 def test_without_fp8_it_is_the_optimized_model():

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from model_te_optimized import DelayedScaling, te
 from nanote import memory, models, recipes
 from nanote.config import TrainConfig
+from nanote.engine import DelayedScaling, te
 from nanote.logs import read_metrics
 from trainer_tools import OPTIONS, losses, metrics, run_train
 

@@ -31,11 +31,21 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 
 
 def model_file(name: str, engine: str):
-    """Return a model file of the kit as a new module that uses this engine."""
+    """Return a model file of the kit as a new module that uses this engine. A variant of model_te_optimized
+    imports one that uses this engine, too."""
+    base = "model_te_optimized"
     spec = importlib.util.spec_from_file_location(f"{name}_on_{engine}", ROOT / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
-        spec.loader.exec_module(module)
+    before = sys.modules.pop(base, None)
+    try:
+        if name not in (base, "model_te_fast"):
+            sys.modules[base] = model_file(base, engine)
+        with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
+            spec.loader.exec_module(module)
+    finally:
+        sys.modules.pop(base, None)
+        if before is not None:
+            sys.modules[base] = before
     return module
 
 
