@@ -232,6 +232,7 @@ class Other(torch.nn.Module):
 def test_an_own_model_with_the_same_logits_exports(name, dtype, in_tmp_path, refused):
     Path("mine.py").write_text(OWN)
     make_run("run", f"mine.py:{name}", dtype=torch.bfloat16)
+    assert f"has mine.py:{name}; leave it out, or" in refused(export_hf.main, "run folder --model optimized")
     export_hf.main(["run", "folder", "--model", f"mine.py:{name}", "--dtype", dtype])
     if dtype == "auto":
         assert_same_logits(load_run("run"), "folder", 288)
@@ -258,6 +259,8 @@ def test_a_model_with_other_logits_is_refused(name, words, in_tmp_path, refused)
     (dict(n_kv_head=2), "run folder", "n_kv_head 2"),
     (dict(use_rotary=True), "run folder", "use_rmsnorm False"),
     (LLAMA | dict(use_qk_norm=True, bias=True), "run folder", "bias True: Qwen3ForCausalLM"),
+    ({}, "run folder --model best", "--model best: unknown"),
+    ({}, "run folder --model te", "--model te: run/step-7 has optimized; leave it out"),
     ({}, "run taken", "taken: exists"), ({}, "nothing folder", "nothing: holds no checkpoint")], ids=str)
 def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_path, refused):
     make_run("run", **options)
