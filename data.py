@@ -48,8 +48,8 @@ class Text(Options):
 
 @dataclass(kw_only=True)
 class Hf(Options):
-    """A dataset of the Hugging Face hub."""
-    name: Positional[str]  # Such as roneneldan/TinyStories; or json, csv, parquet, text with --data-files.
+    """A dataset of the Hugging Face hub, or the folder of one saved by save_to_disk."""
+    name: Positional[str]  # roneneldan/TinyStories, a folder; or json, csv, parquet, text with --data-files.
     subset: str | None = None  # Configuration of the dataset.
     split: str = "train"  # Split to read.
     column: str = "text"  # Field that holds the text.

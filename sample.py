@@ -28,7 +28,7 @@ class SampleConfig:
     prompt: str = ""  # Text to continue; empty: the start of a document.
     chat: bool = False  # Each line of stdin is a turn, put into the chat template of the run's tokenizer.
     score: str | None = None  # Measure the loss on this text file, or on the documents of a .jsonl file.
-    model: str | None = None  # path/to/file.py:Class, if it is your own: a checkpoint holds no code.
+    model: str | None = None  # None: the run's; path/to/file.py:Class if it is your own (no code is stored).
     tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
     max_new_tokens: int = 256  # Tokens to generate, in a chat for each answer (fewer if the text ends).
     temperature: float = 0.8  # 0 takes the most likely token; 1 samples from the model's own distribution.

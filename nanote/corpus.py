@@ -19,14 +19,17 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def text_documents(paths, columns, left_out):
-    """Yield a document per text file, and per row (its `columns`) of files of BUILDERS; also in folders."""
+    """Yield a document per text file, and per row (its `columns`) of files of BUILDERS and of datasets saved
+    by save_to_disk; also in folders."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
-        for file in files_below(path) if os.path.isdir(path) else [path]:
+        for file in sources_below(path) if os.path.isdir(path) else [path]:
             builder = BUILDERS.get(Path(file.removesuffix(".gz").removesuffix(".zst")).suffix)
             try:
-                if builder and os.path.getsize(file):  # `datasets` refuses an empty file
+                if os.path.isdir(file):
+                    yield from dataset_documents(file, columns, left_out)
+                elif builder and os.path.getsize(file):  # `datasets` refuses an empty file
                     yield from dataset_documents(builder, columns, left_out, [file], streaming=True)
                 elif len(columns) > 1:
                     raise ValueError(f"{file}: holds no rows; name .jsonl, .json, .csv or .parquet files")
@@ -37,6 +40,21 @@ def text_documents(paths, columns, left_out):
                 if file == path:
                     raise
                 left_out[f"files that are damaged, or no UTF-8 text, or have no column {columns[0]!r}"] += 1
+
+
+def sources_below(folder):
+    """Return the paths of the files below a folder; of a dataset saved by save_to_disk, its folder."""
+    files = files_below(folder)
+    saved = {parent for parent in map(os.path.dirname, files) if is_saved_dataset(parent)}
+    splits = {os.path.dirname(parent) for parent in saved}  # a DatasetDict names them in dataset_dict.json
+    metadata = {os.path.join(parent, "dataset_dict.json") for parent in splits}
+    others = [file for file in files if os.path.dirname(file) not in saved and file not in metadata]
+    return sorted([*saved, *others])
+
+
+def is_saved_dataset(folder):
+    """Return whether save_to_disk of a Dataset wrote the folder."""
+    return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
 
 
 def files_below(folder, skipped=()):
@@ -61,7 +79,8 @@ def text_pieces(path):
 
 
 def dataset_documents(path, columns, left_out, data_files=None, split="train", **options):
-    """Yield the texts in `columns` of each row. The other arguments are those of datasets.load_dataset."""
+    """Yield the texts in `columns` of each row. `path`: the folder of a dataset saved by save_to_disk, or
+    what datasets.load_dataset takes, as are the other arguments."""
     is_format = path in (*BUILDERS.values(), "text")  # without files `datasets` would read the working folder
     if is_format and not data_files or os.path.isfile(path):
         raise ValueError(f"{path}: not a dataset; name files with --data-files, or use data.py text")
@@ -71,7 +90,10 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
         for file in data_files or ():
             if os.path.isfile(file) and file.endswith((".gz", ".zst")):
                 check_lines(file)
-        rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
+        if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
+            rows = saved_rows(datasets.load_from_disk(path), split, data_files, options.get("name"))
+        else:
+            rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
             if missing := [name for name in columns if name not in batch]:
                 raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with --column")
@@ -86,6 +108,19 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         where = ", ".join(data_files or [path])
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
+
+
+def saved_rows(saved, split, data_files, subset):
+    """Return the rows of a dataset from save_to_disk: those of `split` if it is a DatasetDict."""
+    if data_files or subset:
+        raise ValueError("saved by save_to_disk, so it has neither --subset nor --data-files; leave them out")
+    if not isinstance(saved, dict):
+        if split not in ("train", str(saved.split)):  # "train" is the default of --split
+            raise ValueError(f"holds one split, not {split!r}; leave out --split")
+        return saved
+    if split not in saved:
+        raise ValueError(f"no split {split!r} in {', '.join(saved)}; name one with --split")
+    return saved[split]
 
 
 def check_lines(path):

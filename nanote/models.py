@@ -341,9 +341,13 @@ def load_tokenizer(meta, moved=None):
 
 
 def load_run(folder, meta, own=None, device="cpu", dtype=torch.float32):
-    """Return the model of a checkpoint, with FP8 off. own: path/to/file.py:Class, if it is your own."""
-    if own is not None:
+    """Return the model of a checkpoint, with FP8 off. own: --model, path/to/file.py:Class of your own model,
+    or a name, which must be that of the checkpoint."""
+    if own is not None and is_file(own):
         load_file(own)
+    elif own is not None and network(own) != network(meta["model"]):
+        model_classes(own)  # ValueError for an unknown name
+        raise ValueError(f"--model {own}: {folder} has {meta['model']}; leave it out, or pass that")
     name = network(own or meta["model"])
     config = make_model_config(name, meta["model_config"] | {"use_fp8": False})
     model = build_model(name, config, device=device, dtype=dtype).eval()

@@ -5,6 +5,7 @@ the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<
 described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
 per token, 1 where the token is a label, so in an answer or at its end.
 """
+import fcntl
 import hashlib
 import json
 import os
@@ -66,14 +67,18 @@ def open_array(path, dtype, count, checksum, verify):
 
 @contextmanager
 def new_folder(out_dir, force=False, advice="name another --out-dir"):
-    """Yield an empty folder that replaces `out_dir` when the block ends without an exception. After kill -9
-    between two renames the old one is in .<name>.tmp, and the next call puts it back."""
+    """Yield an empty folder that replaces `out_dir` when the block ends without an exception. It is in
+    .<name>.tmp, which is locked: a second process that writes the same `out_dir` is refused. After kill -9
+    between two renames the old folder is there, too, and the next call puts it back."""
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
     work = target.with_name(f".{target.name}.tmp")
-    new, old = work / "new", work / "old"
+    new, old, lock = work / "new", work / "old", None
     try:
+        lock = lock_folder(work)
+        if lock is None:
+            raise ValueError(f"{out_dir}: another process is writing it; wait for its end, or {advice}")
         if old.exists() and not target.exists():
             os.rename(old, target)
         content = set(os.listdir(target)) if target.exists() else set()
@@ -81,8 +86,9 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
             raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
         if content and not force:
             raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
-        shutil.rmtree(work, ignore_errors=True)
-        new.mkdir(parents=True)
+        for left in (new, old):  # by kill -9
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir()
         yield new
         if content:
             os.rename(target, old)
@@ -91,9 +97,32 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
         reason = error.strerror or error
         raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
     finally:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        shutil.rmtree(work, ignore_errors=True)
+        if lock is not None:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            shutil.rmtree(work, ignore_errors=True)
+            lock.close()
+
+
+def lock_folder(folder):
+    """Make a folder, and lock the file `lock` in it until the returned file is closed or the process ends.
+    Return None if another process holds the lock."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(folder / "lock", "a")
+        except FileNotFoundError:  # another process has just removed the folder
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:  # a file system without locks
+            return file
+        if os.path.exists(file.name) and os.path.samestat(os.stat(file.name), os.fstat(file.fileno())):
+            return file
+        file.close()  # another process has removed the file between open and flock
 
 
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,

@@ -125,9 +125,29 @@ def test_hf_reads_local_files_and_folders(streaming):
     data.main(["hf", "json", "--data-files", "rows.jsonl", "--column", "story", "--val-fraction", "0.2",
                *streaming])
     assert sorted(documents_of("data/json")) == sorted(texts(30))
-    datasets.Dataset.from_dict({"story": texts(30)}).save_to_disk("saved")
-    data.main(["text", "saved", "--column", "story", "--val-fraction", "0.2"])
-    assert sorted(documents_of("data/saved")) == sorted(texts(30))
+
+
+def test_a_dataset_of_save_to_disk_is_read(capsys, refuse):
+    """By `hf` and by `text`, alone and in a folder, without a word about its metadata or a cached copy."""
+    datasets = pytest.importorskip("datasets")
+    Path("data").mkdir()
+    saved = datasets.Dataset.from_dict({"story": texts(30)})
+    saved.save_to_disk("saved")
+    saved.map(lambda row: {"story": "cached " + row["story"]}, cache_file_name="saved/cache-1.arrow")
+    datasets.DatasetDict(train=saved, test=saved.select(range(9))).save_to_disk("notes/splits")
+    write_files("notes", {"a.txt": "a text"})
+    options = ["--column", "story", "--val-fraction", "0.2", "--out-dir", "set", "--force"]
+    for arguments, expected in (
+            (["hf", "saved"], texts(30)), (["hf", "saved", "--streaming"], texts(30)),
+            (["hf", "notes/splits"], texts(30)), (["hf", "notes/splits", "--split", "test"], texts(9)),
+            (["text", "saved"], texts(30)), (["text", "notes"], [*texts(30), *texts(9), "a text"])):
+        data.main([*arguments, *options])
+        assert sorted(documents_of("set")) == sorted(expected)
+        assert "left out" not in capsys.readouterr().out
+    assert "notes/splits: no split 'val' in train, test" in refuse("hf", "notes/splits", "--split", "val")
+    assert "saved: holds one split, not 'test'" in refuse("hf", "saved", "--split", "test")
+    assert "neither --subset nor" in refuse("hf", "saved", "--subset", "a")
+    assert "saved: no column 'text' in story" in refuse("text", "saved")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
@@ -336,6 +356,28 @@ def test_a_kill_between_two_renames_loses_nothing():
     Path(".set.tmp/new").mkdir(parents=True)
     write_tokens(["new text"], "set", force=True)
     assert whole_text("set") == "new text" and not Path(".set.tmp").exists()
+
+
+def test_a_second_process_may_not_write_the_same_folder(refuse):
+    """While the first one works; after it was killed, the next one works."""
+    write_files(".", {"a.txt": "new text"})
+    write_tokens(["old text"], "set")
+    arguments = ["text", "a.txt", "--out-dir", "set", "--force"]
+    code = (f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+            "from nanote.tokens import new_folder\n"
+            "with new_folder('set', force=True) as folder:\n"
+            "    (folder / 'train.bin').write_bytes(b'ab')\n"
+            "    print(flush=True); sys.stdin.read()")
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first.stdout.readline()
+    assert "set: another process is writing it; wait for its end, or name another --out-dir" in refuse(
+        *arguments)
+    assert whole_text("set") == "old text" and Path(".set.tmp/new/train.bin").read_bytes() == b"ab"
+    first.kill()
+    first.wait()
+    assert whole_text("set") == "old text"
+    data.main(arguments)
+    assert whole_text("set") == "new text" and sorted(os.listdir()) == ["a.txt", "set"]
 
 
 def test_sigterm_leaves_nothing():

@@ -232,6 +232,7 @@ class Other(torch.nn.Module):
 def test_an_own_model_with_the_same_logits_exports(name, dtype, in_tmp_path, refused):
     Path("mine.py").write_text(OWN)
     make_run("run", f"mine.py:{name}", dtype=torch.bfloat16)
+    assert f"has mine.py:{name}; leave it out, or" in refused(export_hf.main, "run folder --model optimized")
     export_hf.main(["run", "folder", "--model", f"mine.py:{name}", "--dtype", dtype])
     if dtype == "auto":
         assert_same_logits(load_run("run"), "folder", 288)
@@ -258,6 +259,8 @@ def test_a_model_with_other_logits_is_refused(name, words, in_tmp_path, refused)
     (dict(n_kv_head=2), "run folder", "n_kv_head 2"),
     (dict(use_rotary=True), "run folder", "use_rmsnorm False"),
     (LLAMA | dict(use_qk_norm=True, bias=True), "run folder", "bias True: Qwen3ForCausalLM"),
+    ({}, "run folder --model best", "--model best: unknown"),
+    ({}, "run folder --model te", "--model te: run/step-7 has optimized; leave it out"),
     ({}, "run taken", "taken: exists"), ({}, "nothing folder", "nothing: holds no checkpoint")], ids=str)
 def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_path, refused):
     make_run("run", **options)
@@ -272,6 +275,9 @@ def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_p
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
     ("llama", {"num_hidden_layers": 1}, "nanoTE's model has no place"),
+    ("llama", {"attention_bias": True}, "attention_bias True, mlp_bias False: nanoTE's model has one field"),
+    ("llama", {"mlp_bias": True}, "attention_bias False, mlp_bias True: nanoTE's model has one field"),
+    ("qwen3", {"attention_bias": True, "mlp_bias": False}, "attention_bias True: nanoTE's model has False"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window True")], ids=str)
 def test_import_refuses_another_architecture(kind, fields, words, in_tmp_path, refused):
     make_folder("hf", kind)

@@ -121,6 +121,8 @@ def test_the_command_line_reads_a_run(tokens, in_tmp_path, capsys):
     assert text("run --seed 1") != text("run/step-2 --seed 1")
     assert text("run --seed 1") == text("run --seed 1") != text("run --seed 2")
     assert text("run --num-samples 3").count("\n---\n") == 2
+    for name in ("auto", "optimized", "fast"):  # one network
+        assert greedy == text(f"run --prompt line --temperature 0 --model {name}")
 
 
 # ---- chat and score: a tiny Qwen3 with its tokenizer and chat template
@@ -210,6 +212,9 @@ def test_the_score_counts_each_token_once(instruct, name, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("arguments, words", [
+    ("--model best", "--model best: unknown; use optimized, advanced"),
+    ("--model custom", "step-0 has optimized; leave it out, or pass that"),
+    ("--model mine.py:Net", "--model mine.py:Net: cannot be imported"),
     ("--chat --tokenizer hf:base", "has no chat template; pass --prompt"),
     ("--tokenizer byte", "--tokenizer byte: the model was trained with hf:"),
     ("--score empty.txt", "empty.txt: holds no text"), ("--score latin.txt", "latin.txt: not UTF-8"),

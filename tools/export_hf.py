@@ -42,7 +42,7 @@ class ExportConfig:
     # Type of the weights: auto keeps the checkpoint's; float32 uses the optimizer's masters if there are any.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
-    model: str | None = None  # path/to/file.py:Class, if it is your own: a checkpoint holds no code.
+    model: str | None = None  # None: the run's; path/to/file.py:Class if it is your own (no code is stored).
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
