@@ -164,8 +164,8 @@ ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner 
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-        "keep_checkpoints n_positions vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner loss_chunks "
-        "fp8_amax_history_len"),
+        "keep_checkpoints n_positions vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner "
+        "loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta"),
@@ -382,7 +382,7 @@ def _texts_of_set(path: str, value) -> list[str]:
 
 
 def _as_option(name: str, value, text: str | None):
-    """Return the value of an option in a file: a boolean, or the `text` that the file has, for tyro to read."""
+    """Return the value of an option in a file: a boolean, or the `text` of the file, for tyro to read."""
     is_boolean = {field.name: field.type for field in fields(TrainConfig)}.get(name.replace("-", "_")) is bool
     if is_boolean and str(value).lower() in BOOLEANS:
         return BOOLEANS[str(value).lower()]
