@@ -18,6 +18,11 @@ mean:
 For attention inside a model: python benchmark_te.py --shapes 124m-b32 --arms fp8 fp8-sdpa fp8-te_attention
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import sys
 import time
 from dataclasses import dataclass

@@ -27,6 +27,11 @@ comes from these. Times are medians between CUDA events. Before anything is time
 norm and progress are checked against the first arm's.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,6 +11,11 @@ command line. --explain gives 1 for a text without a known failure.
 Only the standard library is needed. A broken CUDA library kills the process instead of raising an exception,
 so the checks that import torch run in processes of their own.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import argparse
 import contextlib
 import importlib.util

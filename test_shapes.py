@@ -9,6 +9,11 @@ pass. The configuration is stricter than TE in one place, on purpose: a vocabula
 where TE trains with any multiple of 16. It is one rule for every recipe, and padding costs little.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import itertools
 import os
 import sys

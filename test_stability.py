@@ -21,6 +21,11 @@ disturbance. The disturbances:
 History 1 is the algorithm `most_recent`, too.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import multiprocessing
 import os
 import sys

@@ -14,6 +14,11 @@ FlashAttention 4 was installed, which fast_kernels then uses.
              recommends: all linear layers but the last
 - nanochat   bf16 converted by nanochat's fp8.py, as its training script does: all linear layers
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import dataclasses
 import functools
 import importlib.util

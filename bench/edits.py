@@ -7,6 +7,11 @@ The edited model is a copy of the model file with the diff applied. Its step and
 turns, on the same random tokens; `ratio` is the speed of the edit over the unedited model, the median over
 their steps, with its 95 % interval.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import dataclasses
 import shutil
 import subprocess

@@ -12,6 +12,11 @@
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
 steps, with its 95 % interval. Without --nanogpt the last two are left out.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import runpy
 import statistics
 import sys

@@ -13,6 +13,11 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
 gradient norm that this GPU has alone.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import dataclasses
 import itertools
 import math

@@ -15,6 +15,11 @@ median of nanoGPT's steps over the median of theirs.
         --dtype float32 --compile
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import hashlib
 import importlib.util
 import itertools

@@ -20,6 +20,11 @@ A file that does not exist yet gives "not measured", a missing row an empty cell
 decimal point that figures.txt does not name is an error: none is typed in by hand.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import json
 import re
 import statistics

@@ -3,6 +3,11 @@
     python bench/pictures.py
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import json
 import statistics
 import sys

@@ -10,6 +10,11 @@ The exit code is 1 if anything is out of bounds. There are four kinds of random 
 - module: outputs and gradients must be within the rounding that `bounds` derives.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import json
 import math
 import random

@@ -3,8 +3,11 @@
 The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
 ones. So tyro checks all of them alike, and the last value of an option wins.
 """
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import time
@@ -164,7 +167,8 @@ ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner 
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-        "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks fp8_amax_history_len"),
+        "keep_checkpoints n_positions vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner "
+        "loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta"),
@@ -190,7 +194,22 @@ GONE = dict(  # options of earlier versions, with their defaults
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
     """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
-    return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default, **options)
+    with _terminal_of(40):  # columns; in one of 5 tyro does not finish --help
+        return tyro.cli(
+            config_class, args=argv, prog=prog, description=description, default=default, **options)
+
+
+@contextlib.contextmanager
+def _terminal_of(columns: int):
+    """Let shutil.get_terminal_size, which tyro asks, return at least this many columns."""
+    before, width = os.environ.get("COLUMNS"), shutil.get_terminal_size().columns
+    os.environ["COLUMNS"] = str(max(columns, width))
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
 
 
 def run_command(main, prog: str) -> int:
@@ -201,7 +220,8 @@ def run_command(main, prog: str) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code, message = main() or 0, ""
+        with contextlib.redirect_stdout(NamedStream(sys.stdout, "stdout")):
+            code, message = main() or 0, ""
     except BrokenPipeError:  # nobody reads stdout, as in `| head`
         code, message = 141, ""
     except (ValueError, OSError) as error:
@@ -210,14 +230,51 @@ def run_command(main, prog: str) -> int:
         code, message = 2, f"{prog}: {in_a_line(error)}\n"
     except KeyboardInterrupt as stop:
         code, message = 130, f"{prog}: {str(stop) or 'interrupted'}\n"
-    for stream, text in ((sys.stdout, ""), (sys.stderr, message)):
-        try:
-            stream.write(text)
-            stream.flush()
-        except OSError:  # nobody reads it, or the disk is full: do not fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            code = code or 1
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # nobody reads it, or the disk is full
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            message = f"{prog}: stdout: {in_a_line(error)}\n"
+        code = code or 1
+        silence(sys.stdout)
+    try:
+        sys.stderr.write(message)
+        sys.stderr.flush()
+    except OSError:
+        code = code or 1
+        silence(sys.stderr)
     return code
+
+
+def silence(stream) -> None:
+    """Send what a stream still holds to nowhere, so that it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class NamedStream:
+    """A text stream whose OSErrors have its name as their file name."""
+
+    def __init__(self, stream, name: str):
+        self.stream, self.name = stream, name
+
+    def __getattr__(self, attribute):
+        return getattr(self.stream, attribute)
+
+    def write(self, text: str) -> int:
+        with self._naming():
+            return self.stream.write(text)
+
+    def flush(self) -> None:
+        with self._naming():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _naming(self):
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.name
+            raise
 
 
 def in_a_line(error: BaseException) -> str:
@@ -267,6 +324,9 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     return config
 
 
+BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)  # for a boolean in YAML
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -274,9 +334,7 @@ def _flag(name: str) -> str:
 def _as_arguments(options: dict):
     """Yield "--lr=0.1" and "--use-rotary" for {"lr": 0.1, "use_rotary": True}."""
     for name, value in options.items():
-        if isinstance(value, dict):  # --set in a file
-            yield from (_flag(name), *(f"{field}={json.dumps(value[field])}" for field in value))
-        elif name == "set":  # a list, or a list of lists as a run stores it
+        if name == "set":  # a list, or a list of lists as a run stores it
             lists = ([some] if isinstance(some, str) else some for some in value)
             yield from (_flag(name), *(text for some in lists for text in some))
         elif isinstance(value, bool):
@@ -292,18 +350,57 @@ def _option_names(arguments) -> set[str]:
     return {word if word in known else word.removeprefix("no_") for word in words} & known
 
 
+class YamlLoader(yaml.SafeLoader):
+    """A YAML loader that reads plain scalars as JSON does, and what JSON has not as text: 1e-3 is a number,
+    but 10:12, 010, yes, on, off and 2026-01-01 are text, of which YAML 1.1 makes 612, 8, booleans and a
+    date."""
+    yaml_implicit_resolvers = {}
+
+
+for tag, pattern, first in (
+        ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"), ("null", "|~|null|Null|NULL", ["", *"~nN"]),
+        ("int", "[-+]?(0|[1-9][0-9]*)", "-+0123456789"), ("merge", "<<", "<"),
+        ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789")):
+    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), first)
+
+
 def _read_file(path: str) -> tuple[dict, bool]:
     """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
     try:
-        options = yaml.safe_load(Path(path).read_text())  # JSON is YAML, too
-    except (ValueError, yaml.YAMLError) as error:
+        content = Path(path).read_text()
+        options, texts = yaml.load(content, YamlLoader), yaml.load(content, yaml.BaseLoader)
+    except (ValueError, yaml.YAMLError) as error:  # JSON is YAML, too
         raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
     if not isinstance(options, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
+    if "set" in options:
+        options["set"] = _texts_of_set(path, options["set"])
     if options.pop("command", None) is None:
-        return options, False
+        return {str(name): _as_option(str(name), value, texts.get(str(name)))
+                for name, value in options.items()}, False
     of_0_1 = options.get("config")  # version 0.1 has them there; now it is the name of a file
     return _options_of_run(of_0_1 if isinstance(of_0_1, dict) else options, path), True
+
+
+def _texts_of_set(path: str, value) -> list[str]:
+    """Return FIELD=VALUE of each field of --set in a file: {"window": 32}, "window=32", a list of such texts,
+    or a list of lists, as a run stores it."""
+    if isinstance(value, dict):
+        return [f"{field}={json.dumps(value[field])}" for field in value]
+    lists = value if isinstance(value, list) else [value]
+    texts = [text for some in lists for text in (some if isinstance(some, list) else [some])]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"--config {path}: set {json.dumps(value)}: must be fields with values, such as "
+                         "set: {window: 32}")
+    return texts
+
+
+def _as_option(name: str, value, text: str | None):
+    """Return the value of an option in a file: a boolean, or the `text` of the file, for tyro to read."""
+    is_boolean = {field.name: field.type for field in fields(TrainConfig)}.get(name.replace("-", "_")) is bool
+    if is_boolean and str(value).lower() in BOOLEANS:
+        return BOOLEANS[str(value).lower()]
+    return text if isinstance(value, int | float) and isinstance(text, str) else value
 
 
 def _options_of_run(options: dict, source) -> dict:

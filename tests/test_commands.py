@@ -109,6 +109,21 @@ def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     assert "Traceback" not in out + error and process.returncode in (-signal.SIGINT, 130, 0)
 
 
+COMMANDS = [path for folder in (".", "tools", "bench") for path in sorted((ROOT / folder).glob("*.py"))
+            if "run_command(" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
+    """Their imports take seconds: here the first one of a library sends the signal."""
+    for name in ("torch", "numpy", "tyro", "yaml", "pytest"):
+        (tmp_path / f"{name}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\n"
+                                             "time.sleep(60)")
+    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=50,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_training_needs_no_streams_and_no_triton(world, tmp_path):
     """As after the terminal was closed, on a machine without Triton and fast_kernels."""
     program = tmp_path / "program.py"

@@ -55,6 +55,13 @@ def test_help_explains_every_option_at_its_preset(capsys):
         assert "(default:" in after and after.index("(default:") < 400, field.name
 
 
+def test_help_ends_in_a_terminal_of_one_column():
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanote.config import read_options"
+    done = subprocess.run([sys.executable, "-c", f"{code}; read_options(['--help'])"], timeout=60, text=True,
+                          capture_output=True, env=os.environ | {"COLUMNS": "1"})
+    assert done.returncode == 0 and "--fp8-health-interval" in done.stdout
+
+
 @pytest.mark.parametrize("name, text", [
     ("a.yaml", "preset: gpt2-350m\nlr: 6e-5\nuse-qk-norm: true\nn_kv_head: null\ncuda_graph: 'off'\n"),
     ("a.json", '{"preset": "gpt2-350m", "lr": 6e-5, "use_qk_norm": true, "n_kv_head": null, '
@@ -68,7 +75,29 @@ def test_config_files_lie_between_preset_and_command_line(name, text):
     assert options(f"--config {name} --preset tiny").n_layer == 4
 
 
+@pytest.mark.parametrize("line, name, value", [
+    ("profile: 10:12", "profile", "10:12"), ("profile: 1:30", "profile", "1:30"),
+    ("wandb: 007", "wandb", "007"), ("wandb: 1.10", "wandb", "1.10"), ("wandb: 0x1f", "wandb", "0x1f"),
+    ("out_dir: 2026-01-01", "out_dir", "2026-01-01"), ("wandb: yes", "wandb", "yes"),
+    ("wandb: true", "wandb", "true"), ("cuda_graph: on", "cuda_graph", "on"),
+    ("cuda-graph: off", "cuda_graph", "off"), ("use-rotary: off", "use_rotary", False),
+    ("use_qk_norm: Yes", "use_qk_norm", True), ("use_qk_norm: TRUE", "use_qk_norm", True),
+    ("lr: 1e-3", "lr", 1e-3), ("lr: .5", "lr", 0.5), ("max_steps: 1_000", "max_steps", 1000),
+    ("seed: 010", "seed", 10), ("vocab_size: ~", "vocab_size", None), ("vocab_size:", "vocab_size", None),
+    ("set: {a: 1, b: 1e-3, c: yes, d: 10:12, e: true, f: [1, x]}", "set",
+     (("a=1", "b=0.001", 'c="yes"', 'd="10:12"', "e=true", 'f=[1, "x"]'),)),
+    ("set: a=1", "set", (("a=1",),)), ("set: [a=1, b=2]", "set", (("a=1", "b=2"),)),
+    ("<<: {lr: 2e-3}", "lr", 2e-3)])
+def test_yaml_gives_an_option_what_is_written(line, name, value):
+    """Not a number of base 60 or 8, a date or a boolean, which YAML 1.1 makes of some texts."""
+    Path("a.yaml").write_text(line)
+    assert getattr(options("--config a.yaml"), name) == value
+
+
 @pytest.mark.parametrize("text, words", [
+    ("set: 5", "a.yaml: set 5: must be fields with values, such as set: {window: 32}"),
+    ("set: null", "a.yaml: set null: must be fields"), ("set: [a=1, 5]", 'set ["a=1", 5]: must be fields'),
+    ('{"set": 5, "command": "train.py"}', "set 5: must be fields"),
     ("[1, 2]", "holds no options"), ("", "holds no options"), ("a: [", "neither JSON nor YAML"),
     ("model: mine.py:Net", "pass --model mine.py:Net on the command line"),
     ("fp8_recipe: custom:evil.f", "pass --fp8-recipe custom:evil.f on the command line"),
@@ -94,6 +123,8 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--weight-decay 1e39", "--weight-decay 1e+39: must be a number that float32 can hold"),
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
     ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
+    *((f"--{name} {number}", f"--{name} {number}: must be at least 1")
+      for name in ("n-inner", "head-dim", "n-kv-head", "n-embd") for number in (0, -8)),
     ("--compile-fullgraph", "without effect; pass --compile too"),
     ("--compile --fp8-health-interval 9", "--fp8-health-interval: compiled code runs no hooks"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
@@ -177,7 +208,8 @@ sys.exit(run_command(main, "x.py"))"""
 
 @pytest.mark.parametrize("command, code, said", [
     ("x.py mistake 2>&-", 2, ""), ("x.py mistake >&-", 2, "x.py: wrong\n"), ("x.py 2>&- >&-", 0, ""),
-    ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"), ("-u x.py | sleep 0", 141, "")])
+    ("-u x.py >/dev/full", 2, "x.py: stdout: No space left on device\n"),
+    ("x.py >/dev/full", 1, "x.py: stdout: No space left on device\n"), ("-u x.py | sleep 0", 141, "")])
 def test_closed_or_full_streams_give_no_traceback(command, code, said):
     Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
     shell = f"set -o pipefail; {sys.executable} {command}"

@@ -120,7 +120,7 @@ def test_a_folder_is_its_text_files_and_rows(capsys):
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_hf_reads_local_files_and_folders(streaming):
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("datasets")
     write_files(".", {"rows.jsonl": "".join(json.dumps({"story": text}) + "\n" for text in texts(30))})
     data.main(["hf", "json", "--data-files", "rows.jsonl", "--column", "story", "--val-fraction", "0.2",
                *streaming])

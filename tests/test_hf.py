@@ -275,8 +275,8 @@ def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_p
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
     ("llama", {"num_hidden_layers": 1}, "nanoTE's model has no place"),
-    ("llama", {"attention_bias": True}, "attention_bias True, mlp_bias False: nanoTE's model has one field"),
-    ("llama", {"mlp_bias": True}, "attention_bias False, mlp_bias True: nanoTE's model has one field"),
+    ("llama", {"attention_bias": True}, "attention_bias True, mlp_bias False: nanoTE's model has one"),
+    ("llama", {"mlp_bias": True}, "attention_bias False, mlp_bias True: nanoTE's model has one"),
     ("qwen3", {"attention_bias": True, "mlp_bias": False}, "attention_bias True: nanoTE's model has False"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window True")], ids=str)
 def test_import_refuses_another_architecture(kind, fields, words, in_tmp_path, refused):

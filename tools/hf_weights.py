@@ -114,8 +114,8 @@ def from_hf_config(hf, path: Path) -> dict:
     if hf.model_type == "qwen3":
         require("attention_bias", False)
     elif hf.attention_bias != hf.mlp_bias:
-        raise ValueError(f"{path}: attention_bias {hf.attention_bias}, mlp_bias {hf.mlp_bias}: nanoTE's model "
-                         "has one field, bias, for both")
+        raise ValueError(f"{path}: attention_bias {hf.attention_bias}, mlp_bias {hf.mlp_bias}: nanoTE's "
+                         "model has one field for both")
     rope = hf.rope_parameters or {}
     for name, value in {"rope_type": "default", "partial_rotary_factor": 1}.items():
         if rope.get(name, value) != value:

@@ -11,11 +11,15 @@
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import dataclasses
 import functools
 import os
 import shlex
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
