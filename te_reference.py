@@ -14,7 +14,8 @@ Here x, w and dy are cast to `torch.float8_*` with the recipe's scale, cast back
 The quantized bytes equal TE's; the output of a GEMM differs only in summation order. Two autograd functions
 do this: `_StraightThrough` replaces x or w by its dequantized value, and `_QuantizeGrad`, applied to y,
 quantizes dy in the backward pass for both dgrad and wgrad. Block-scaling recipes quantize each operand twice,
-once per GEMM that reads it, in `_BlockLinear`.
+once per GEMM that reads it, in `_BlockLinear`. Rounding has no second derivative, so all
+three refuse `create_graph=True`. Without FP8 the modules can be differentiated any number of times.
 
 How `DelayedScaling` keeps state: each tensor has a `scale` and an `amax_history`, as in TE. Row 0 of the
 history collects the amax of the current step. When the outermost `autocast` ends (forward tensors), or the
@@ -27,7 +28,6 @@ References: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling
 """
 
 import math
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,6 +44,23 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 
 __version__ = "2.20"  # the TE release whose behavior this file follows
+
+__all__ = [  # the names of `transformer_engine.pytorch` and `transformer_engine.common.recipe` that are here
+    "Format", "Recipe", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "LayerNorm", "RMSNorm", "Linear",
+    "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "TransformerLayer", "checkpoint",
+    "get_cpu_offload_context", "parallel_cross_entropy", "optimizers", "make_graphed_callables",
+]
+
+
+def __getattr__(name):
+    """Say which names of TE are here, where one is missing."""
+    if name.startswith("__"):  # of Python's own tools
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"te_reference.{name}: not emulated; use Transformer Engine, or one of "
+                         f"{', '.join(__all__)}")
+
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FP32_MAX = torch.finfo(torch.float32).max
@@ -94,6 +111,18 @@ class Recipe:
     def _prepare(self, module_id, group):
         _prepare(next(module for module in _fp8.modules if id(module) == module_id), self, group, True)
 
+    def _check(self):
+        """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
+        name = type(self).__name__
+        if not isinstance(self.fp8_format, Format):
+            raise ValueError(f"{name}(fp8_format={self.fp8_format!r}): use Format.HYBRID or E4M3")
+        if self.fp8_format == Format.E5M2:
+            raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
+        for option in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, option, False):
+                raise ValueError(f"{name}({option}=True): te_reference computes attention without FP8; use "
+                                 "Transformer Engine")
+
     def _dtype(self, forward):
         e4m3 = self.fp8_format == Format.E4M3 or (self.fp8_format == Format.HYBRID and forward)
         return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
@@ -113,8 +142,11 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self):
-        if self.fp8_format == Format.E5M2:
-            raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
+        self._check()
+        algorithm = self.amax_compute_algo
+        if algorithm not in ("max", "most_recent") and not callable(algorithm):
+            raise ValueError(f"DelayedScaling(amax_compute_algo={algorithm!r}): use 'max', 'most_recent' or "
+                             "a function of the history")
 
     def __repr__(self):  # TE identifies a recipe by this string, which omits the amax algorithm
         return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
@@ -131,7 +163,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
-    __post_init__ = DelayedScaling.__post_init__
+    __post_init__ = Recipe._check
 
 
 @dataclass
@@ -142,7 +174,7 @@ class Float8BlockScaling(Recipe):
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
 
-    __post_init__ = DelayedScaling.__post_init__
+    __post_init__ = Recipe._check
 
 
 @dataclass
@@ -153,7 +185,11 @@ class MXFP8BlockScaling(Recipe):
     margin: int = 0
     fp8_format: Format = Format.E4M3
 
-    __post_init__ = DelayedScaling.__post_init__
+    def __post_init__(self):
+        self._check()
+        if self.margin:
+            raise ValueError(f"MXFP8BlockScaling(margin={self.margin!r}): has no effect, in Transformer "
+                             "Engine neither; leave it at 0")
 
 
 # ------------------------------------------------------------------------------
@@ -406,6 +442,16 @@ def _quantize_rowwise_and_columnwise(x, recipe, dtype, weight=False):
     return in_blocks(x, (1, size), scale_of, dtype)[2], in_blocks(x, (size, 1), scale_of, dtype)[2]
 
 
+def _refuse_second_derivative():
+    """Raise RuntimeError in a backward pass with create_graph=True, which alone enables gradients in it.
+
+    `once_differentiable` is not enough: torch.autograd.grad skips its error if another path leads to the
+    inputs, and returns the part of the derivative that goes there."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("create_graph=True: te_reference has no second derivatives in FP8 or with tensor "
+                           "parallelism; use autocast(enabled=False)")
+
+
 class _BlockLinear(torch.autograd.Function):
     """x · wᵀ with block scaling. Blocks run along a GEMM's K dimension, and x, w and dy are each an operand
     of two GEMMs with different K dimensions. So each is quantized twice (TE's rowwise and columnwise data).
@@ -422,6 +468,7 @@ class _BlockLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivative()
         x, w = ctx.saved_tensors
         recipe, grad_dtype, x_dtype, w_dtype = ctx.args
         rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
@@ -459,6 +506,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivative()
         grad_dtype, dtype = ctx.dtypes
         return grad.to(grad_dtype).to(dtype), None, None
 
@@ -474,6 +522,7 @@ class _QuantizeGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivative()
         recipe, state, index, roll = ctx.args
         dtype = recipe._dtype(forward=False)
         scale = _scale_for(grad, recipe, state, index, dtype)
@@ -519,6 +568,7 @@ class _RowParallelOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivative()
         return grad, None
 
 
@@ -532,6 +582,7 @@ class _ColumnParallelInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _refuse_second_derivative()
         group, dtype = ctx.args
         return _sum_over_ranks(grad.to(dtype), group).to(grad.dtype), None, None
 
@@ -555,14 +606,23 @@ _PARALLEL = dict(
 )
 
 
+def _shown(value):
+    """Return an argument's repr for an error message; of a tensor the shape and dtype, not the values."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    return repr(value)
+
+
 def _check_options(name, options, defaults):
     """Raise TypeError for an argument that TE does not have, ValueError for one that has no effect here."""
     for option, value in options.items():
         if option not in defaults:
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-        if value != defaults[option]:
-            raise ValueError(f"{name}({option}={value!r}): te_reference supports {defaults[option]!r} only; "
-                             "use Transformer Engine")
+        if isinstance(value, torch.Tensor) or value != defaults[option]:
+            raise ValueError(f"{name}({option}={_shown(value)}): te_reference supports {defaults[option]!r} "
+                             "only; use Transformer Engine")
 
 
 def _default_device():
@@ -1037,67 +1097,167 @@ class LayerNormMLP(LayerNormLinear):
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
+def _mask_type(name):
+    """Return TE's canonical name of a mask type, of which "causal,padding" is one, too."""
+    name = name.replace(",", "_")
+    return "padding_causal" if name == "causal_padding" else name
+
+
+def _window(mask_type, window_size):
+    """Return how many keys before and after itself a query may attend to: (left, right), -1 is all.
+
+    None is all. A causal mask sets `right` to 0, with TE's warning if it was another.
+    """
+    left, right = (-1, -1) if window_size is None else window_size
+    is_causal, is_all = "causal" in mask_type, (left, right) in ((-1, -1), (-1, 0))
+    if not is_all and (left < 0 or (right < 0 and not is_causal)):
+        raise ValueError(f"window_size={window_size!r}, attn_mask_type={mask_type!r}: use (left, right), the "
+                         "numbers of keys before and after a query, or (-1, -1) for all")
+    if is_all:
+        return -1, 0 if is_causal else -1
+    if is_causal and right != 0:
+        warnings.warn(f"window_size should be (-1, 0) or (>=0, 0) for attn_mask_type={mask_type}")
+    return left, 0 if is_causal else right
+
+
+def _keys_in_reach(queries, keys, window, bottom_right, device):
+    """Return which keys each query may attend to by its window, (queries, keys) bool.
+
+    Its own key has the same position, counted from the end if `bottom_right`."""
+    left, right = window
+    own = torch.arange(queries, device=device) + (keys - queries if bottom_right else 0)
+    distance = own[:, None] - torch.arange(keys, device=device)
+    reached = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        reached &= distance <= left
+    if right >= 0:
+        reached &= distance >= -right
+    return reached
+
+
+def _padding(attention_mask, cu_seqlens, batch, length):
+    """Return which positions of a padded batch are no tokens, (B, S) bool."""
+    if attention_mask is None:
+        if cu_seqlens is None or len(cu_seqlens) != batch + 1:
+            raise ValueError(f"attn_mask_type 'padding': give attention_mask, ({batch}, 1, 1, {length}) bool "
+                             f"and true at padding, or cu_seqlens_q, ({batch + 1},) int32")
+        return torch.arange(length, device=cu_seqlens.device) >= cu_seqlens.diff()[:, None]
+    is_tensor = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+    if not is_tensor or attention_mask.shape != (batch, 1, 1, length):
+        raise ValueError(f"attention_mask={_shown(attention_mask)}: must be a tensor ({batch}, 1, 1, "
+                         f"{length}) torch.bool, true at padding; te_reference has self-attention only")
+    padding = attention_mask[:, 0, 0]
+    if not torch.compiler.is_compiling() and (padding[:, :-1] & ~padding[:, 1:]).any():
+        raise ValueError("attention_mask: tokens after padding; TE's kernels read the first tokens of each "
+                         "sequence, as many as it has; pad at the end")
+    return padding
+
+
 class DotProductAttention(_Module):
     """softmax(q·kᵀ / √D)·v; key and value have `num_gqa_groups` heads.
 
-    Format bshd: query (B, S, H, D) -> (B, S, H·D). Format sbhd: (S, B, H, D) -> (S, B, H·D). Masks: causal,
-    causal_bottom_right, no_mask. Format thd with mask padding_causal: packed sequences of any length, query
-    (T, H, D) -> (T, H·D); `cu_seqlens_q` (int32) holds the start of each, then T.
+    Format bshd: query (B, S, H, D) -> (B, S, H·D). Format sbhd: (S, B, H, D) -> (S, B, H·D). Masks: no_mask,
+    causal, causal_bottom_right, and padding and padding_causal for sequences that are padded at the end, with
+    `attention_mask`, (B, 1, 1, S) and true at padding, or `cu_seqlens_q`, (B + 1,) int32, whose differences
+    are the lengths. The output at padding is zero.
+
+    Format thd: packed sequences of any length, query (T, H, D) -> (T, H·D), with the masks padding and
+    padding_causal; `cu_seqlens_q` (int32) holds the start of each, then T.
+
+    `window_size` (left, right): a query attends to so many keys before its own and after it. Its own key has
+    the same position; with no_mask and causal_bottom_right counted from the end.
     """
 
     NOT_EMULATED = _PARALLEL | dict(
-        window_size=None, bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None,
-        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla",
-        return_max_logit=False,
+        bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None, cp_global_ranks=None,
+        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False,
+    )
+    NOT_EMULATED_IN_FORWARD = dict(
+        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+        inference_params=None, pad_between_seqs=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
+        score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
+        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto",
     )
 
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", *, softmax_scale=None, layer_number=None, name=None, **options,
+        attn_mask_type="causal", window_size=None, *, softmax_scale=None, layer_number=None, name=None,
+        **options,
     ):
         super().__init__()
         _check_options("DotProductAttention", options, self.NOT_EMULATED)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
-        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
 
     def forward(
-        self, query_layer, key_layer, value_layer, *, qkv_format=None, attn_mask_type=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, **options,
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *, cu_seqlens_q=None,
+        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, window_size=None,
+        **options,
     ):
-        _check_options("DotProductAttention.forward", options, dict(
-            attention_mask=None, window_size=None, bottom_right_diagonal=None, softcap=None,
-            checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
-            alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
-        ))
-        qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
-        if (qkv_format, mask_type) == ("thd", "padding_causal"):
-            tokens = torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32)
-            sequence = torch.searchsorted(cu_seqlens_q, tokens, right=True)
-            q, k, v = (t.transpose(0, 1)[None] for t in (query_layer, key_layer, value_layer))
-            return self._attend(q, k, v, (sequence[:, None] == sequence).tril())[0].transpose(0, 1).flatten(1)
-        masks = ("causal", "causal_bottom_right", "no_mask")
-        if qkv_format not in ("bshd", "sbhd") or mask_type not in masks:
-            raise ValueError(
-                f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, "
-                "causal, causal_bottom_right and no_mask, and thd with padding_causal"
-            )
+        _check_options("DotProductAttention.forward", options, self.NOT_EMULATED_IN_FORWARD)
+        qkv_format = qkv_format or self.qkv_format
+        mask_type = _mask_type(attn_mask_type or self.attn_mask_type)
+        self._check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv)
+        window = _window(mask_type, self.window_size if window_size is None else window_size)
+        if qkv_format == "thd":
+            return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
         to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
+        queries, keys = q.shape[2], k.shape[2]
+        bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
+        is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
         mask = None
-        if mask_type == "causal_bottom_right" and q.shape[2] != k.shape[2]:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            mask = mask.tril(k.shape[2] - q.shape[2])
-        out = self._attend(q, k, v, mask, is_causal=mask is None and mask_type != "no_mask")
+        if not is_causal and (mask_type, window) != ("no_mask", (-1, -1)):
+            mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
+        if "padding" in mask_type:
+            is_token = ~_padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)[:, None]
+            mask = mask & is_token[..., None] & is_token[:, :, None]
+        out = self._attend(q, k, v, mask, is_causal)
         out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
         return out.reshape(*out.shape[:2], -1)
 
-    def _attend(self, q, k, v, mask, is_causal=False):
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, self.attention_dropout if self.training else 0.0, is_causal,
-            scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
+    @staticmethod
+    def _check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv):
+        is_padded = mask_type in ("padding", "padding_causal")
+        is_dense = qkv_format in ("bshd", "sbhd")
+        masks = ("no_mask", "causal", "causal_bottom_right")
+        if not (is_padded or is_dense and mask_type in masks) or not (is_dense or qkv_format == "thd"):
+            raise ValueError(
+                f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd "
+                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two"
+            )
+        if not is_padded and (attention_mask is not None or cu_seqlens_q is not None):
+            raise ValueError(f"attn_mask_type={mask_type!r} uses no attention_mask and no cu_seqlens_q; use "
+                             "'padding' or 'padding_causal'")
+        if qkv_format == "thd" and (cu_seqlens_q is None or attention_mask is not None):
+            raise ValueError("qkv_format='thd': give cu_seqlens_q and no attention_mask")
+        if cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q or torch.compiler.is_compiling():
+            return
+        if cu_seqlens_q is None or not torch.equal(cu_seqlens_q, cu_seqlens_kv):
+            raise ValueError("cu_seqlens_kv: must equal cu_seqlens_q; te_reference has self-attention only")
+
+    def _attend_packed(self, query, key, value, cu_seqlens, window):
+        """Attend within each of the packed sequences: query (T, H, D) -> (T, H·D)."""
+        tokens = torch.arange(len(query), device=query.device, dtype=torch.int32)
+        sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+        reached = _keys_in_reach(len(query), len(key), window, False, query.device)
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        return self._attend(q, k, v, reached & (sequence[:, None] == sequence))[0].transpose(0, 1).flatten(1)
+
+    def _attend(self, q, k, v, mask=None, is_causal=False):
+        """Return softmax(q·kᵀ · scale)·v over the keys where `mask` is true, zero for a query without any.
+        q: (B, H, S, D); mask: (S, S) or (B, 1, S, S) bool."""
+        has_no_key = None if mask is None else ~mask.any(-1, keepdim=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, None if mask is None else mask | has_no_key,
+            self.attention_dropout if self.training else 0.0, is_causal, scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
+        return out if mask is None else out.masked_fill(has_no_key, 0)
 
 
 class _SplitQKV(LayerNormLinear):
@@ -1131,13 +1291,13 @@ class TransformerLayer(nn.Module):
 
     With `fuse_qkv_params` QKV has one weight. By default its rows are grouped by KV head: queries, key,
     value. With `qkv_weight_interleaved=False`, and with separate QKV parameters, all queries come first, then
-    all keys, then all values. Decoder layers, post-norm and parallel layouts, QK-norm and sliding windows are
-    not emulated.
+    all keys, then all values. For masks and windows see `DotProductAttention`. Decoder layers, post-norm and
+    parallel layouts and QK-norm are not emulated.
     """
 
     NOT_EMULATED = _PARALLEL | dict(
         apply_residual_connection_post_layernorm=False, output_layernorm=False, parallel_attention_mlp=False,
-        layer_type="encoder", drop_path_rate=0.0, rotary_pos_interleaved=False, window_size=None,
+        layer_type="encoder", drop_path_rate=0.0, rotary_pos_interleaved=False,
         bottom_right_diagonal=None, softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6,
         qk_norm_before_rope=False, softmax_type="vanilla", enc_dec_attn_mask_type="no_mask",
         enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, ub_tp_comm_overlap=False,
@@ -1147,10 +1307,10 @@ class TransformerLayer(nn.Module):
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
         hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None,
-        layer_number=None, kv_channels=None, self_attn_mask_type="causal", *, params_dtype=None,
-        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True,
-        activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None,
-        seq_length=None, micro_batch_size=None, **options,
+        layer_number=None, kv_channels=None, self_attn_mask_type="causal", window_size=None, *,
+        params_dtype=None, fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True,
+        bias=True, activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd",
+        name=None, seq_length=None, micro_batch_size=None, **options,
     ):
         super().__init__()
         _check_options("TransformerLayer", options, self.NOT_EMULATED)
@@ -1171,7 +1331,8 @@ class TransformerLayer(nn.Module):
             qkv = _SplitQKV(hidden_size, (q_size, kv_size, kv_size), **common)
         self.self_attention.layernorm_qkv = qkv
         self.self_attention.core_attention = DotProductAttention(
-            num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format
+            num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format,
+            window_size=window_size,
         )
         self.self_attention.proj = Linear(
             q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
@@ -1183,8 +1344,8 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(
-        self, hidden_states, attention_mask=None, self_attn_mask_type=None, *, is_first_microbatch=None,
-        rotary_pos_emb=None,
+        self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, *,
+        is_first_microbatch=None, rotary_pos_emb=None,
     ):
         """Run the block.
 
@@ -1206,7 +1367,8 @@ class TransformerLayer(nn.Module):
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             q, k = (self._rotate(t, a) for t, a in zip((q, k), angles))
         context = attention.core_attention(
-            q, k, v, attn_mask_type=self_attn_mask_type or self.self_attn_mask_type
+            q, k, v, attention_mask, window_size=window_size,
+            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
         )
         projected = attention.proj(context, is_first_microbatch=is_first_microbatch)
         x = self._bias_dropout_add(*projected, hidden_states)
@@ -1296,6 +1458,9 @@ def parallel_cross_entropy(
 
     Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
     """
+    if dist_process_group is not None:
+        raise ValueError("parallel_cross_entropy(dist_process_group): te_reference does not split the "
+                         "vocabulary over ranks; use Transformer Engine")
     losses = F.cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
         reduction="none",
@@ -1310,7 +1475,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     `master_weights` keeps a float32 copy of every lower-precision parameter in the state (`master_param`).
     The parameter is that copy rounded, or quantized if it is an FP8 parameter. The step count is
-    `param_groups[i]["step"]`, as in TE.
+    `param_groups[i]["step"]`, as in TE. With `capturable` it and `lr` are tensors, as a CUDA graph needs.
+
+    `store_param_remainders` halves the memory of masters in TE. Here they are stored in full: the update is
+    the same.
     """
 
     def __init__(
@@ -1328,11 +1496,20 @@ class FusedAdam(torch.optim.Optimizer):
                 "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
                 "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
             )
+        if use_decoupled_grad:
+            raise ValueError("FusedAdam(use_decoupled_grad=True): te_reference reads `grad` only; use "
+                             "Transformer Engine")
+        if set_grad_none is not None and not set_grad_none:
+            raise ValueError("FusedAdam(set_grad_none=False): use zero_grad(set_to_none=False)")
         super().__init__(params, dict(
             lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
         ))
         self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
         self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        for group in self.param_groups if capturable else ():
+            device = next((p.device for p in group["params"]), None)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group["step"] = torch.zeros((), dtype=torch.int, device=device)
 
     def initialize_state(self, param, store_param_remainders=False):
         state = self.state[param]
@@ -1343,13 +1520,25 @@ class FusedAdam(torch.optim.Optimizer):
 
     def set_scaled_state(self, param, name, value):
         """Replace one state tensor, for example the master weight by its value before quantization."""
+        if value.dtype == torch.int16:
+            raise ValueError(f"{name} is torch.int16, a float32 master's remainder: te_reference needs the "
+                             "state of a FusedAdam with store_param_remainders=False")
         dtype = self.moment_dtypes.get(name, torch.float32)
         self.state[param][name] = value.detach().to(param.device, dtype, copy=True)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
+        """Update every parameter that has a gradient; return what `closure` returned, or None."""
+        if grad_scaler is not None:
+            raise ValueError("FusedAdam.step(grad_scaler): te_reference does not unscale gradients; call "
+                             "grad_scaler.unscale_(optimizer) first, or grad_scaler.step(optimizer)")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            group.setdefault("step", 0)
+            group["step"] += 1  # in place, if it is a tensor
             beta1, beta2 = group["betas"]
             corrected = group["bias_correction"]
             bias1 = 1 - beta1 ** group["step"] if corrected else 1.0
@@ -1381,6 +1570,7 @@ class FusedAdam(torch.optim.Optimizer):
                 w.sub_(update * group["lr"])
                 if w is not p:
                     p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
+        return loss
 
     def load_state_dict(self, state_dict):
         # PyTorch casts the state to the parameters' dtype, so restore the saved values afterwards
@@ -1391,7 +1581,17 @@ class FusedAdam(torch.optim.Optimizer):
                 self.set_scaled_state(p, name, value)
 
 
-optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
+class _Optimizers:
+    """`transformer_engine.pytorch.optimizers`."""
+
+    FusedAdam = FusedAdam
+
+    def __getattr__(self, name):
+        raise AttributeError(f"te_reference.optimizers.{name}: not emulated; use Transformer Engine, or "
+                             "FusedAdam")
+
+
+optimizers = _Optimizers()
 
 
 def make_graphed_callables(modules, sample_args=None, *args, **kwargs):

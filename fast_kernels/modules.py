@@ -32,6 +32,21 @@ from fast_kernels.attention import attention, sdpa
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
+__all__ = [  # the names of TE that are here
+    "Format", "DelayedScaling", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "is_nvfp4_available", "autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "LayerNorm",
+    "RMSNorm", "Linear", "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "TransformerLayer",
+    "checkpoint", "get_cpu_offload_context", "parallel_cross_entropy", "optimizers"]
+
+
+def __getattr__(name):
+    """Say which names of TE are here, where one is missing."""
+    if name.startswith("__"):  # of Python's own tools
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"fast_kernels.modules.{name}: not here; use Transformer Engine, or one of "
+                         f"{', '.join(__all__)}")
+
+
 # Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
     sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
@@ -48,8 +63,19 @@ def check_options(kind: str, options: dict, **others) -> None:
     for name, value in options.items():
         if name not in supported:
             raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
-        if supported[name] is not ... and value != supported[name]:
-            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {supported[name]!r} only")
+        is_tensor = isinstance(value, torch.Tensor)
+        if supported[name] is not ... and (is_tensor or value != supported[name]):
+            shown = f"a tensor {tuple(value.shape)}" if is_tensor else repr(value)
+            raise ValueError(f"{kind}: {name}={shown}: fast_kernels supports {supported[name]!r} only")
+
+
+class CheckedOptions:
+    """Base of modules: an option of TE that is set after construction is checked like an argument."""
+
+    def __setattr__(self, name, value):
+        if name in OPTIONS:
+            check_options(type(self).__name__, {name: value})
+        super().__setattr__(name, value)
 
 
 # ---------------------------------------------------------------- recipes
@@ -71,10 +97,14 @@ class DelayedScaling:
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"  # max | most_recent
+    scaling_factor_compute_algo: None = None
     reduce_amax: bool = True  # over the ranks of torch.distributed
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     def __post_init__(self):
-        supported = dict(fp8_format=tuple(Format), amax_compute_algo=("max", "most_recent"))
+        supported = dict(fp8_format=tuple(Format), amax_compute_algo=("max", "most_recent"),
+                         scaling_factor_compute_algo=(None,), fp8_dpa=(False,), fp8_mha=(False,))
         for name, values in supported.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
@@ -153,11 +183,19 @@ class autocast:
             scales.update(states, maximum, recipe.margin, recipe.amax_compute_algo)
 
 
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+    """Deprecated name of `autocast`, with its deprecated argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
     """Return a context without effect; ValueError if enabled, since weights stay in BF16."""
     if enabled:
         raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
     return nullcontext()
+
+
+fp8_model_init = quantized_model_init  # the deprecated name
 
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
@@ -208,7 +246,7 @@ def _device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Module(nn.Module):
+class Module(CheckedOptions, nn.Module):
     """Parameters as in TE, and the FP8 state of one or two linear layers."""
 
     def __init__(self, num_gemms, kind, params_dtype=None, device=None, **options):
@@ -320,7 +358,8 @@ class Module(nn.Module):
     @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
     def prepare(self, margin, format_name, history_length, algorithm, reduces_amax, keeps_weights):
         """Allocate or resize scales, histories and kept FP8 weights, which a graph can only update."""
-        recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm, reduces_amax)
+        recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm,
+                                reduce_amax=reduces_amax)
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
         self.init_fp8_meta_tensors(recipe)
@@ -428,7 +467,7 @@ class LayerNormMLP(Module):
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(CheckedOptions, nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
 
     def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
@@ -436,7 +475,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, device=device or _device(), dtype=dtype or params_dtype)
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(CheckedOptions, nn.LayerNorm):
     """(x - mean) · rsqrt(variance + eps) · weight + bias over the last dimension."""
 
     def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
@@ -444,7 +483,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, device=device or _device(), dtype=dtype or params_dtype)
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(CheckedOptions, nn.Module):
     """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
@@ -470,7 +509,7 @@ class DotProductAttention(nn.Module):
         return y.view(*query_layer.shape[:-2], -1)
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(CheckedOptions, nn.Module):
     """Pre-norm block: x + attention(x), then x + MLP(x). (B, S, hidden_size) -> (B, S, hidden_size)."""
 
     def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,

@@ -5,7 +5,14 @@ has 4, so at scale 1 a value of 0.3 becomes 0.3125 in both. Functions with a cou
 compared with it.
 """
 
+import copy
+import doctest
+import importlib
+import importlib.util
+import inspect
 import math
+import pickle
+import re
 
 import pytest
 import torch
@@ -334,8 +341,281 @@ def test_attention():
         torch.testing.assert_close(sbhd(*(t.transpose(0, 1) for t in (q, k, v))), expected.transpose(0, 1))
         torch.testing.assert_close(
             te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected)
-    with pytest.raises(ValueError, match="window_size"):
-        bshd(q, k, v, window_size=(4, 0))
+
+
+NO_PADDING = torch.zeros(2, 6, dtype=torch.bool)
+PADDING = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+
+
+def plain_attention(q, k, v, mask_type, padding, window):
+    """Return softmax(q·kᵀ / √D)·v in format bhsd, one query after the other, by TE's definition of masks."""
+    out, shift = torch.zeros_like(q), k.shape[2] - q.shape[2] if mask_type == "no_mask" else 0
+    for batch in range(len(q)):
+        for i in range(q.shape[2]):
+            left, right = [math.inf if side < 0 else side for side in window or (-1, -1)]
+            right = 0 if "causal" in mask_type else right
+            keys = [j for j in range(k.shape[2]) if -left <= j - (i + shift) <= right]
+            if "padding" in mask_type:
+                keys = [j for j in keys if not padding[batch, j] and not padding[batch, i]]
+            if keys:
+                scores = (k[batch][:, keys] @ q[batch][:, i, :, None])[..., 0] / math.sqrt(q.shape[-1])
+                out[batch][:, i] = (scores.softmax(-1)[..., None] * v[batch][:, keys]).sum(1)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, (-1, -1), (2, 0), (1, 2), (0, 3)])
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding", "padding_causal"])
+@pytest.mark.filterwarnings("ignore:window_size should be")
+def test_masks_and_windows_equal_plain_attention(mask_type, window):
+    q, k, v = leaves = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2)]
+    repeated = [t.repeat_interleave(2, 1) for t in (k, v)]
+    expected = plain_attention(q, *repeated, mask_type, PADDING, window)
+    options = dict(attn_mask_type=mask_type, window_size=window)
+    mask = dict(attention_mask=PADDING[:, None, None]) if "padding" in mask_type else {}
+    lengths = dict(cu_seqlens_q=torch.tensor([0, 6, 9], dtype=torch.int32)) if mask else {}
+    dy = torch.randn(2, 4, 6, 8)
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    for qkv_format, order in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
+        inputs = [t.permute(order) for t in leaves]
+        attention = te.DotProductAttention(4, 8, 2, qkv_format=qkv_format)
+        for given in (mask, lengths):
+            y = attention(*inputs, **given, **options)
+            torch.testing.assert_close(y, expected.permute(order).flatten(2))
+            torch.testing.assert_close(
+                torch.autograd.grad(y, leaves, dy.permute(order).flatten(2)), gradients)
+        attention = te.DotProductAttention(4, 8, 2, qkv_format=qkv_format, **options)  # in the constructor
+        torch.testing.assert_close(attention(*inputs, **mask), y)
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (1, 2)])
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "causal,padding"])
+@pytest.mark.filterwarnings("ignore:window_size should be")
+def test_packed_sequences_equal_padded_ones(mask_type, window):
+    q, k, v = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
+    attention = te.DotProductAttention(4, 8, 2, attn_mask_type=mask_type, window_size=window)
+    padded = attention(q, k, v, PADDING[:, None, None], "bshd")
+    assert not padded[PADDING].any() and padded[~PADDING].all()
+    starts = torch.tensor([0, 6, 9], dtype=torch.int32)
+    packed = attention(*(t[~PADDING] for t in (q, k, v)), qkv_format="thd", cu_seqlens_q=starts,
+                       cu_seqlens_kv=starts.clone())
+    torch.testing.assert_close(packed, padded[~PADDING])
+
+
+def test_windows_of_fewer_queries_end_at_the_last_key():
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    attention = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="no_mask")
+    inputs = [t.transpose(1, 2) for t in (q, k, v)]
+    expected = plain_attention(q, k, v, "no_mask", None, (2, 0)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention(*inputs, window_size=(2, 0)), expected)
+    bottom_right = attention(*inputs, window_size=(2, 0), attn_mask_type="causal_bottom_right")
+    torch.testing.assert_close(bottom_right, expected)
+    top_left = plain_attention(q, k, v, "causal", None, (2, 0)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention(*inputs, window_size=(2, 0), attn_mask_type="causal"), top_left)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(attention_mask=PADDING[:, None, None]), "'no_mask' uses no attention_mask.*'padding'"),
+    (dict(attn_mask_type="padding"), "give attention_mask, .2, 1, 1, 6. bool and true at padding, or cu_seq"),
+    (dict(attn_mask_type="padding", attention_mask=PADDING), "a tensor .2, 6. torch.bool: must be .*1, 1, 6"),
+    (dict(attn_mask_type="padding", attention_mask=(PADDING, PADDING)), "self-attention only"),
+    (dict(attn_mask_type="padding", attention_mask=PADDING[:, None, None].int()), "torch.int32: must be"),
+    (dict(attn_mask_type="padding", attention_mask=PADDING.flip(1)[:, None, None]), "pad at the end"),
+    (dict(attn_mask_type="arbitrary"), "'arbitrary': te_reference has bshd"),
+    (dict(qkv_format="thd", attn_mask_type="padding"), "give cu_seqlens_q"),
+    (dict(qkv_format="bhsd"), "qkv_format='bhsd'"),
+    (dict(window_size=(-1, 2)), "window_size=.-1, 2.*numbers of keys before and after"),
+    (dict(window_size=(-1, 2), attn_mask_type="causal"), "window_size=.-1, 2"),
+    (dict(attn_mask_type="padding", cu_seqlens_q=torch.tensor([0, 6, 9]),
+          cu_seqlens_kv=torch.tensor([0, 6, 12])), "must equal cu_seqlens_q"),
+    (dict(core_attention_bias=torch.ones(1, 4, 6, 6)), "core_attention_bias=a tensor .1, 4, 6, 6. torch"),
+    (dict(softcap=torch.ones(4)), "softcap=a tensor .4,. torch.float32")])
+def test_a_refused_mask_is_one_line_without_its_values(options, message):
+    q = torch.randn(2, 6, 4, 8)
+    attention = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="no_mask")
+    with pytest.raises(ValueError, match=message) as error:
+        attention(q, q, q, **options)
+    assert "\n" not in str(error.value) and "tensor([" not in str(error.value)
+
+
+def test_a_window_after_a_causal_query_is_warned_of():
+    q = torch.randn(2, 6, 4, 8)
+    attention = te.DotProductAttention(4, 8, qkv_format="bshd")
+    with pytest.warns(UserWarning, match="window_size should be"):  # TE's
+        y = attention(q, q, q, window_size=(2, 2))
+    torch.testing.assert_close(y, attention(q, q, q, window_size=(2, 0)))
+
+
+@pytest.mark.parametrize("attn_input_format", ["sbhd", "bshd"])
+def test_an_encoder_reads_no_padding(attn_input_format):
+    layer = te.TransformerLayer(32, 32, 4, hidden_dropout=0, attention_dropout=0, window_size=(3, 3),
+                                self_attn_mask_type="padding", attn_input_format=attn_input_format)
+
+    def run(x, padding, **options):
+        x = x if attn_input_format == "bshd" else x.transpose(0, 1)
+        y = layer(x, padding[:, None, None], **options)
+        return y if attn_input_format == "bshd" else y.transpose(0, 1)
+
+    x = torch.randn(2, 6, 32)
+    others = torch.where(PADDING[..., None], torch.randn(2, 6, 32), x)
+    y = run(x, PADDING)
+    assert torch.equal(y[~PADDING], run(others, PADDING)[~PADDING])
+    torch.testing.assert_close(y[1:, :3], run(x[1:, :3], NO_PADDING[1:, :3]))
+    with pytest.raises(ValueError, match="'causal' uses no attention_mask"):
+        run(x, PADDING, self_attn_mask_type="causal")
+    last = others.clone()
+    last[:, 0] = torch.randn(2, 32)
+    for size, options in ((3, {}), (1, dict(window_size=(1, 1)))):
+        changed = (run(x, PADDING, **options) != run(last, PADDING, **options))[0].any(-1)
+        assert changed.tolist() == [position <= size for position in range(6)]
+
+
+# ---- what has no effect here is refused
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: te.DelayedScaling(fp8_dpa=True), r"DelayedScaling\(fp8_dpa=True\): .*use Transformer Engine"),
+    (lambda: te.DelayedScaling(fp8_mha=True), "fp8_mha=True"),
+    (lambda: te.Float8CurrentScaling(fp8_dpa=True), r"Float8CurrentScaling\(fp8_dpa=True"),
+    (lambda: te.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
+    (lambda: te.MXFP8BlockScaling(margin=1), "margin=1.*leave it at 0"),
+    (lambda: te.DelayedScaling(amax_compute_algo="mean"), "'mean'.*'max', 'most_recent' or a function"),
+    (lambda: te.DelayedScaling(fp8_format="HYBRID"), "'HYBRID'.*Format.HYBRID"),
+    (lambda: te.Float8BlockScaling(fp8_format="E4M3"), "'E4M3'.*Format.HYBRID"),
+    (lambda: te.MXFP8BlockScaling(fp8_format=te.Format.E5M2), "pure E5M2"),
+    (lambda: te.optimizers.FusedAdam([torch.zeros(2)], use_decoupled_grad=True), "use_decoupled_grad=True"),
+    (lambda: te.optimizers.FusedAdam([torch.zeros(2)], set_grad_none=False), r"set_to_none=False"),
+    (lambda: te.optimizers.FusedAdam([torch.zeros(2)]).step(grad_scaler="scaler"), "unscale_"),
+    (lambda: te.parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), dist_process_group=0),
+     "dist_process_group.*does not split the vocabulary")])
+def test_what_would_have_no_effect_is_refused(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+# ---- second derivatives
+
+def curvature(module, x, v, recipe=None):
+    """Return the derivative of |dL/dx|² in the direction v, L = Σ y³."""
+    x = x.clone().requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    gradient, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    return (torch.autograd.grad(gradient.square().sum(), x)[0] * v).sum().item()
+
+
+SECOND = [("Linear", (16, 16)), ("LayerNormLinear", (16, 16)), ("LayerNormMLP", (16, 32))]
+RECIPES = [delayed(), te.Float8CurrentScaling(), te.Float8BlockScaling()]
+
+
+@pytest.mark.parametrize("name, sizes", SECOND)
+@pytest.mark.parametrize("recipe", RECIPES, ids=["delayed", "current", "block"])
+def test_a_second_derivative_in_fp8_is_refused(name, sizes, recipe):
+    module, x = getattr(te, name)(*sizes, device="cpu"), torch.randn(16, 16)
+    with pytest.raises(RuntimeError, match="create_graph=True: .*autocast.enabled=False"):
+        curvature(module, x, torch.ones_like(x), recipe)
+
+
+@pytest.mark.parametrize("name, sizes", SECOND)
+def test_a_second_derivative_without_fp8_is_right(name, sizes):
+    module = getattr(te, name)(*sizes, device="cpu", params_dtype=torch.float64)
+    x, v, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
+
+    def squared_gradient(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(module(x).pow(3).sum(), x)[0].square().sum().item()
+
+    expected = (squared_gradient(x + step * v) - squared_gradient(x - step * v)) / (2 * step)
+    assert curvature(module, x, v) == pytest.approx(expected, rel=1e-5)
+
+
+# ---- names
+
+@pytest.fixture(params=["te_reference", "fast_kernels.modules"])
+def engine(request):
+    if request.param == "fast_kernels.modules":
+        pytest.importorskip("triton")
+    return importlib.import_module(request.param)
+
+
+SNIPPETS = """
+import transformer_engine.pytorch as te
+self.ln_qkv = te.LayerNormLinear(hidden_size, 3 * hidden_size)
+self.ln_mlp = te.LayerNormMLP(hidden_size, 4 * hidden_size)
+te.TransformerLayer, te.DotProductAttention
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+model = te.Linear(in_features, out_features, bias=True)
+with te.autocast(enabled=True, recipe=fp8_recipe):
+te.fp8_model_init, te.quantized_model_init, te.checkpoint, te.RMSNorm, te.LayerNorm
+te.is_fp8_available, te.is_mxfp8_available, te.is_nvfp4_available, te.is_fp8_block_scaling_available
+from transformer_engine.common.recipe import DelayedScaling, Format
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+"""  # of the guides and of TE's README
+
+
+def test_names_of_the_guides_are_in_every_engine(engine):
+    names = set(re.findall(r"te\.(\w+)", SNIPPETS.replace("as te", ""))) | {"DelayedScaling", "Format"}
+    assert len(names) > 15 and [name for name in sorted(names) if not hasattr(engine, name)] == []
+    assert [name for name in engine.__all__ if not hasattr(engine, name)] == []
+    of_te = inspect.signature(te.fp8_autocast).parameters
+    assert list(inspect.signature(engine.fp8_autocast).parameters) == list(of_te)
+    with engine.fp8_autocast(enabled=False, fp8_recipe=engine.DelayedScaling(), fp8_group=None) as region:
+        assert not region.enabled and region.recipe == engine.DelayedScaling()
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "GroupedLinear", "NVFP4BlockScaling", "ops"])
+def test_a_missing_name_says_what_there_is(engine, name):
+    with pytest.raises(AttributeError, match=rf"{name}.*DotProductAttention") as error:
+        getattr(engine, name)
+    assert "\n" not in str(error.value)
+    with pytest.raises(AttributeError, match="FusedSGD: not emulated.*FusedAdam"):
+        te.optimizers.FusedSGD
+
+
+def test_pythons_tools_see_an_ordinary_module(engine):
+    assert not hasattr(engine, "GroupedLinear") and getattr(engine, "GroupedLinear", 1) == 1
+    assert not hasattr(engine, "__path__") and not hasattr(engine, "__wrapped__")
+    assert importlib.util.find_spec(engine.__name__).name == engine.__name__
+    assert dict(inspect.getmembers(engine))["Linear"] is engine.Linear
+    assert isinstance(doctest.DocTestFinder().find(engine), list)
+    layer = engine.LayerNormLinear(16, 16, device="cpu")
+    recipe = engine.DelayedScaling(margin=1)
+    for copied in (copy.deepcopy((layer, recipe)), pickle.loads(pickle.dumps((layer, recipe)))):
+        assert torch.equal(copied[0].weight, layer.weight) and copied[1] == recipe
+    assert copy.copy(recipe) == recipe and pickle.loads(pickle.dumps(engine.Linear)) is engine.Linear
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("LayerNormLinear", (16, 16)), ("LayerNormMLP", (16, 16)), ("LayerNorm", (16,)), ("RMSNorm", (16,))])
+def test_zero_centered_gamma_set_later_counts(engine, name, sizes):
+    module, x = getattr(engine, name)(*sizes, device="cpu"), torch.randn(16, 16)
+    if engine is not te:
+        with pytest.raises(ValueError, match=f"{name}: zero_centered_gamma=True: fast_kernels supports"):
+            module.zero_centered_gamma = True
+        module.zero_centered_gamma = False
+        return
+    y = module(x)
+    module.zero_centered_gamma = True
+    next(p for n, p in module.named_parameters() if n in ("weight", "layer_norm_weight") and p.dim() == 1
+         ).data.zero_()
+    torch.testing.assert_close(module(x), y)
+
+
+@pytest.mark.parametrize("options", [
+    dict(fp8_dpa=True), dict(fp8_mha=True), dict(scaling_factor_compute_algo=len)])
+def test_fast_kernels_refuse_options_without_an_effect(options):
+    pytest.importorskip("triton")
+    from fast_kernels import modules
+
+    (name, value), = options.items()
+    with pytest.raises(ValueError, match=rf"DelayedScaling.{name}=.*fast_kernels supports"):
+        modules.DelayedScaling(**options)
+    modules.DelayedScaling(0, modules.Format.HYBRID, 16, "max", None, True, False, False)  # TE's order
+    layer = modules.Linear(16, 16, device="cpu")
+    with pytest.raises(ValueError, match="Linear: return_bias=True"):
+        layer.return_bias = True
+    with pytest.raises(ValueError, match=r"tp_group=a tensor \(3,\)") as error:
+        modules.Linear(16, 16, tp_group=torch.ones(3))
+    assert "tensor(" not in str(error.value)
 
 
 def test_cross_entropy():
@@ -398,6 +678,48 @@ def test_fused_adam_is_adam(adam_w_mode, other):
         b.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     assert a.param_groups[0]["step"] == 5
+
+
+def test_fused_adam_calls_its_closure():
+    ours, theirs = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizers = te.optimizers.FusedAdam([ours]), torch.optim.AdamW([theirs], 1e-3)
+    for p, optimizer in zip((ours, theirs), optimizers):
+        def closure(p=p, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = p.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        assert [optimizer.step(closure).item() for _ in range(2)] == pytest.approx([4, 3.992004])
+        assert optimizer.step() is None
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_capturable_keeps_lr_and_step_as_tensors():
+    start = torch.randn(8)
+    parameters = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    both = [te.optimizers.FusedAdam([p], lr=1e-2, capturable=i) for i, p in enumerate(parameters)]
+    step = both[1].param_groups[0]["step"]
+    for _ in range(3):
+        parameters[0].grad = parameters[1].grad = torch.randn(8)
+        for optimizer in both:
+            optimizer.step()
+        both[0].param_groups[0]["lr"] *= 0.5
+        both[1].param_groups[0]["lr"].mul_(0.5)
+    torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-6)
+    assert step is both[1].param_groups[0]["step"] and step == 3
+
+
+def test_a_remainder_is_no_master_weight():
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = te.optimizers.FusedAdam([p], master_weights=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["master_param"] = torch.zeros(4, dtype=torch.int16)  # of store_param_remainders on TE
+    with pytest.raises(ValueError, match="master_param is torch.int16.*store_param_remainders=False"):
+        optimizer.load_state_dict(state)
 
 
 def test_master_weights_keep_what_bfloat16_loses(tmp_path):
