@@ -115,13 +115,13 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
 def _linear(x: Branch, module, name, activation, is_first_microbatch, adds_bias):
     layer = module.layer(name, (x.x, x.bias), is_first_microbatch)
     own, later = (layer.bias, None) if adds_bias else (None, layer.bias)
+    if later is not None and dist.is_initialized():
+        later = later.clone()  # FSDP2 frees a block's parameters before the next block adds it
     if activation and (layer.weight is None or x.gradient is None):  # no FP8, or x was changed since its GEMM
         x, activation = Branch(casts.activation_reference(activation, x.value())), None
     if layer.weight is None:
         return Branch(F.linear(x.x, layer.parameter, own), later)
     y = _Linear.apply(x.x, x.bias, layer.parameter, own, activation, layer, x.gradient)
-    if later is not None and dist.is_initialized():
-        later = later.clone()  # FSDP2 frees a block's parameters before the next block adds it
     return Branch(y, later, layer.gradient)
 
 

@@ -17,12 +17,17 @@ OPTIONS = (f"--n-layer 4 --n-head 4 --n-embd 256 --seq-len 256 --max-steps {STEP
            "--checkpoint-interval 100 --keep-checkpoints 9")
 ONE, HALF, QUARTER = (f"--micro-batch-size {size}" for size in (16, 8, 4))
 BF16 = "--fp8-recipe none"
-ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2"},
-         {"one-bf16": f"{ONE} {BF16}", "halves-bf16": f"{HALF} --grad-accum 2 {BF16}"}]
+BIASES = f"{BF16} --bias --no-use-rmsnorm --no-use-rotary"  # biases that FSDP2 frees
+UNTIED = f"{BIASES} --no-tie-embeddings"
+ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2",
+          "one-biases": f"{ONE} {BIASES}", "halves-biases": f"{HALF} --grad-accum 2 {BIASES}"},
+         {"one-bf16": f"{ONE} {BF16}", "halves-bf16": f"{HALF} --grad-accum 2 {BF16}",
+          "one-untied": f"{ONE} {UNTIED}", "halves-untied": f"{HALF} --grad-accum 2 {UNTIED}"}]
 TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "ddp": HALF, "ddp-bf16": f"{HALF} {BF16}", "ddp-accum": f"{QUARTER} --grad-accum 2",
     "fsdp": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp",
+    "fsdp-biases": f"{HALF} --parallel fsdp {BIASES}", "fsdp-untied": f"{HALF} --parallel fsdp {UNTIED}",
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
@@ -99,7 +104,9 @@ def distance(run, other):
 @pytest.mark.parametrize("run", TOGETHER)
 def test_two_gpus_train_as_one(printed, run):
     """The tolerance is what rounding alone changes: one GPU with each step's samples in two halves."""
-    one, halves = ("one-bf16", "halves-bf16") if run == "ddp-bf16" else ("one", "halves")
+    kind = run.rpartition("-")[2]
+    kind = f"-{kind}" if kind in ("bf16", "biases", "untied") else ""
+    one, halves = f"one{kind}", f"halves{kind}"
     losses = [record["loss"] for record in metrics(run)]
     assert losses[-1] < 0.7 * losses[0] and losses[0] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)
     assert distance(run, one) <= 3 * distance(halves, one)
