@@ -2,6 +2,7 @@
 finite outlier, which is not skipped, is named in the log."""
 import contextlib
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,13 @@ from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Mod
 from nanote import logs, parallel, recipes
 from nanote.config import TrainConfig
 from nanote.fp8_state import FP8State
-from trainer_tools import fork_ranks
+from trainer_tools import ROOT, finish, fork_ranks, start_ranks
 
 HAS_GPU = torch.cuda.is_available()
 SIZE = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, seq_len=32, micro_batch_size=2,
             fp8_amax_history_len=16, seed=0)
 LARGE = SIZE | dict(n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4)
+HUGE = 3e38 if HAS_GPU else 1e30  # kernels' norms are finite up to where a sum overflows
 SKIPPED, STEPS = (5, 10) if HAS_GPU else (2, 5)  # a graph is captured in step 3
 
 
@@ -25,6 +27,8 @@ def make_step(**options):
     """Return a training step as train.py makes it."""
     forget_models()
     device = torch.device("cuda", parallel.start().local_rank) if HAS_GPU else torch.device("cpu")
+    if HAS_GPU:
+        torch.cuda.set_device(device)
     config = TrainConfig(**(LARGE if HAS_GPU else SIZE) | options)
     return Step(config, device, make_batches(config, 0))
 
@@ -50,7 +54,7 @@ def changed(parameter, value):
 
 
 EVENTS = {
-    "embeddings of 1e30": lambda model: changed(model.wte.weight, 1e30),
+    "huge embeddings": lambda model: changed(model.wte.weight, HUGE),
     "a loss of NaN": lambda model: changed(model.lm_head.layer_norm_weight, math.nan),
     "norm weights of 3e38": lambda model: changed(model.blocks[0].attn.qkv.layer_norm_weight, 3e38),
 }
@@ -95,7 +99,7 @@ on_cpu = pytest.mark.skipif(HAS_GPU, reason="see the tests on GPUs")
 @on_cpu
 @pytest.mark.parametrize("options, event", [
     *(("plain", event) for event in EVENTS),
-    *((options, "embeddings of 1e30") for options in OPTIONS if options != "plain")])
+    *((options, "huge embeddings") for options in OPTIONS if options != "plain")])
 def test_losses_after_a_skipped_step(options, event):
     found, expected = losses_after(event, **OPTIONS[options]), losses_after(None, **OPTIONS[options])
     assert found == expected and len(set(expected)) == len(expected)
@@ -103,7 +107,7 @@ def test_losses_after_a_skipped_step(options, event):
 
 @on_cpu
 @pytest.mark.parametrize("spoiled", [0, 1])
-@pytest.mark.parametrize("event", ["embeddings of 1e30", "a loss of NaN"])
+@pytest.mark.parametrize("event", ["huge embeddings", "a loss of NaN"])
 def test_one_bad_micro_batch_spoils_the_step(event, spoiled):
     assert losses_after(event, spoiled, grad_accum=2) == losses_after(None, grad_accum=2)
 
@@ -111,26 +115,85 @@ def test_one_bad_micro_batch_spoils_the_step(event, spoiled):
 @on_cpu
 def test_losses_after_a_skipped_compiled_step(compiles):
     options = dict(compile=True, n_layer=1)
-    assert losses_after("embeddings of 1e30", **options) == losses_after(None, **options) and compiles
+    assert losses_after("huge embeddings", **options) == losses_after(None, **options) and compiles
 
 
-ON_RANKS = ("embeddings of 1e30", "a loss of NaN")
+ON_RANKS = ("huge embeddings", "a loss of NaN")
 
 
 def compare_on_ranks(**options):
-    """Print the losses after the skipped step and without it."""
+    """Print the losses after the skipped step, and without it."""
     parallel.start()
     for event in (*ON_RANKS, None):
         print("found", losses_after(event, **options), flush=True)
     parallel.exit(0)
 
 
+def check(outputs):
+    for output in outputs:
+        *found, expected = [line for line in output.splitlines() if line.startswith("found ")]
+        assert found == [expected] * len(ON_RANKS)
+
+
 @on_cpu
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_step_that_one_rank_spoils_is_skipped_on_both(kind):
-    for output in fork_ranks(lambda: compare_on_ranks(parallel=kind, n_layer=1)):
-        *found, expected = [line for line in output.splitlines() if line.startswith("found ")]
-        assert found == [expected] * len(ON_RANKS)
+    check(fork_ranks(lambda: compare_on_ranks(parallel=kind, n_layer=1)))
+
+
+# ---------------------------------------------------------------- on GPUs, in graphs
+
+ON_GPU = {
+    "in graphs": {}, "accumulation": dict(grad_accum=3, spoiled=1), "a health step": dict(eager=True),
+    "without graphs": dict(cuda_graph="off"), "checkpointing": dict(gradient_checkpointing=True)}
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["auto", "optimized"])  # fast_kernels, and Transformer Engine
+@pytest.mark.parametrize("options", ON_GPU)
+def test_losses_after_a_skipped_step_on_a_gpu(model, options, deterministic):
+    options = dict(model=model, attention="sdpa" if model == "optimized" else "auto") | ON_GPU[options]
+    expected = losses_after(None, **options)
+    for event in EVENTS if options.keys() == {"model", "attention"} else ["huge embeddings"]:
+        assert losses_after(event, **options) == expected, event
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["auto", "optimized"])
+def test_the_state_is_restored_in_graphs_of_any_algorithms(model):
+    """`losses_after` compares the state."""
+    for event in EVENTS:
+        losses_after(event, model=model)
+    assert make_step(model=model).is_graph
+
+
+ON_TWO_GPUS = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import torch
+from test_skipped_step import compare_on_ranks
+
+torch.use_deterministic_algorithms(True)
+compare_on_ranks(parallel=sys.argv[3])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_that_one_gpu_spoils_is_skipped_on_both(kind):
+    command = [sys.executable, "-c", ON_TWO_GPUS, str(ROOT), str(ROOT / "tests"), kind]
+    check(finish(start_ranks(
+        command, CUDA_VISIBLE_DEVICES="0,1", LOCAL_WORLD_SIZE="2", CUBLAS_WORKSPACE_CONFIG=":4096:8")))
 
 
 # ---------------------------------------------------------------- the object in a loop of one's own
@@ -204,5 +267,5 @@ def test_the_log_names_a_scale_that_an_outlier_lowered():
 @on_cpu
 def test_an_outlier_in_a_skipped_step_is_no_outlier():
     step = make_step(n_layer=1)
-    train_one(step, 1, "embeddings of 1e30")
+    train_one(step, 1, "huge embeddings")
     assert say(step.fp8_state, 1) == ""
