@@ -6,8 +6,8 @@
 
 `main` builds the parts and loads a checkpoint; `train` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
-- A step whose loss or gradient norm is not finite changes no weight; the eleventh of a process ends the run.
-  A checkpoint that is due after such a step waits for a finite one, unless the step is the last.
+- A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor the FP8 state.
+  The eleventh of a process ends the run.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
@@ -32,6 +32,7 @@ import torch
 from nanote import checkpoint, logs, models, parallel, recipes, transfer
 from nanote.config import TrainConfig, in_a_line, read_options, run_command
 from nanote.ddp import distribute, make_gradients
+from nanote.fp8_state import FP8State
 from nanote.models import takes_argument
 from nanote.optimizers import make_optimizer
 from nanote.tokens import Loader
@@ -105,10 +106,13 @@ def main(config: TrainConfig) -> None:
 def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int:
     """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
     caches_fp8 = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
+    fp8_state = FP8State(model)
 
     def forward_backward(batch, divisor, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
+        if first:
+            fp8_state.save()
         options = {"is_first_microbatch": first} if caches_fp8 else {}  # quantize weights once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
             loss = model(*batch, **options)
@@ -119,18 +123,22 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
     def update():
         gradients.set_grad()
         norm = optimizer.clip_gradients(config.grad_clip)
+        fp8_state.restore(unless=norm.isfinite())
         optimizer.step(skip=~norm.isfinite())  # then weights, moments and step count stay
         return norm
+
+    def keep():  # what graphs use
+        return [*recipes.kept_state(model), dict(vars(fp8_state))]
 
     eager = forward_backward
     has_fp8_gpu = loader.device.type == "cuda" and not recipes.IS_REFERENCE
     if config.is_graphable(has_fp8_gpu):  # without these lines everything still trains
         from nanote.graphs import CudaGraph
-        forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.kept_state(model))
-        update = CudaGraph(update) if optimizer.capturable else update
+        forward_backward = CudaGraph(forward_backward, keep)
+        update = CudaGraph(update, keep) if optimizer.capturable else update
 
-    step, postponed, stop = saved.get("step", 0), False, parallel.StopRequest()
-    log = logs.Log(config, loader, first_step=step + 1)
+    step, stop = saved.get("step", 0), parallel.StopRequest()
+    log = logs.Log(config, loader, first_step=step + 1, skipped_before=saved.get("skipped", ()))
     log.start(model, gradients.undivided_reason)
     with closing(stop), closing(log), make_profiler(config.profile, config.out_dir, loader.device) as profile:
         for step in range(step + 1, config.max_steps + 1):
@@ -145,22 +153,22 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             is_last, is_stopped = step == config.max_steps, stop.agreed()
             should_log = is_due(step, config.log_interval, step == 1 or is_last or is_stopped)
             should_eval = is_due(step, config.eval_interval, step == 1 or is_last)
-            should_save = is_due(step, config.checkpoint_interval, is_last or is_stopped or postponed)
+            should_save = is_due(step, config.checkpoint_interval, is_last or is_stopped)
             if not (should_log or should_eval or should_save):
                 continue
             log.read()  # waits for the GPU
+            log.say_outliers(step, fp8_state, updates=config.grad_accum)
             if failure := saver.error():  # of the previous checkpoint
                 log.say(f"step {step}: {failure}; training continues")
             record = log.record(step, optimizer.lr)
             if should_eval:
                 record |= validation(model, val, config.eval_tokens, is_last, config.compile)
             log.write(record)
-            postponed = should_save and step in log.skipped and not is_last  # to a finite step
-            if should_save and not postponed:
-                meta = run_meta(asdict(config), model, loader, step, saved)
-                saver.save(step, model, optimizer, meta, log.skipped)
+            if should_save:
+                meta = run_meta(asdict(config), model, loader, step, saved) | {"skipped": log.all_skipped}
+                saver.save(step, model, optimizer, meta, log.all_skipped)
             log.restart_clock()
-            if is_stopped and not postponed:  # a stop waits for a finite step: its checkpoint is good
+            if is_stopped:
                 break
     return step
 

@@ -15,6 +15,7 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
 from nanote.ddp import distribute, make_gradients
+from nanote.fp8_state import FP8State
 from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
 
@@ -130,16 +131,21 @@ class Step:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, batches, self.divisor)
+        self.fp8_state = FP8State(self.model)
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
         self.is_graph = config.is_graphable(device.type == "cuda" and not recipes.IS_REFERENCE)
         if self.is_graph:
-            self.run_forward_backward = CudaGraph(
-                self.forward_backward, keep=lambda: recipes.kept_state(self.model))
+            self.run_forward_backward = CudaGraph(self.forward_backward, self.keep)
             if self.optimizer.capturable:
-                self.run_update = CudaGraph(self.clip_and_step)
+                self.run_update = CudaGraph(self.clip_and_step, self.keep)
+
+    def keep(self):
+        return [*recipes.kept_state(self.model), dict(vars(self.fp8_state))]
 
     def forward_backward(self, batch, *, first: bool, last: bool):
         """Accumulate the gradients of one micro-batch; return this rank's share of the loss."""
+        if first:
+            self.fp8_state.save()
         options = {"is_first_microbatch": first} if self.casts_once else {}
         if self.config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
@@ -155,6 +161,7 @@ class Step:
 
     def update(self):
         norm = self.optimizer.clip_gradients(self.config.grad_clip)
+        self.fp8_state.restore(unless=norm.isfinite())
         self.optimizer.step(skip=~norm.isfinite())
         return norm
 

@@ -59,13 +59,15 @@ def open_board(folder: str, options: dict, first_step: int):
 class Log:
     """Collect losses and training time, and write them. Every rank has one; rank 0 alone writes."""
 
-    def __init__(self, config, loader, first_step: int):
-        """`loader`: has meta, device, ranks and tokens_per_step."""
+    def __init__(self, config, loader, first_step: int, skipped_before=()):
+        """`loader`: has meta, device, ranks and tokens_per_step. skipped_before: steps that the run skipped
+        before it was resumed."""
         self.config, self.folder, self.loader, self.ranks = config, config.out_dir, loader, loader.ranks
         self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
         self.first_step, self.step = first_step, first_step - 1
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
         self.skipped, self.finite = [], None  # steps; (loss, gradient norm) of the last that was not skipped
+        self.skipped_before = list(skipped_before)
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
         self.waiting = {}  # {file name: lines that are not written yet}
@@ -95,6 +97,11 @@ class Log:
         if reason:
             self.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
 
+    @property
+    def all_skipped(self) -> list[int]:
+        """The steps that the run has skipped, in this process and before."""
+        return self.skipped_before + self.skipped
+
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
         self.pending.append((step, loss, norm))
@@ -102,8 +109,8 @@ class Log:
         self.bar.update()
 
     def read(self) -> None:
-        """Wait for the device, and note the steps whose loss or gradient norm is not finite, which changed no
-        weight. Collective. Raises Diverged after too many of them."""
+        """Wait for the device, and note the steps whose loss or gradient norm is not finite, which were
+        skipped. Collective. Raises Diverged after too many of them."""
         values = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
         for (step, *_), (loss, norm) in zip(self.pending, parallel.sum_over_ranks(values).tolist()):
             if math.isfinite(loss + norm):
@@ -112,11 +119,26 @@ class Log:
             self.skipped.append(step)
             count, reason = len(self.skipped), f"step {step}: loss {loss}, gradient norm {norm}"
             if count > MAX_SKIPPED or step == self.config.max_steps and self.finite is None:
-                good = checkpoint.last_good(self.folder, step, self.skipped)
+                good = checkpoint.last_good(self.folder, step, self.all_skipped)
                 raise Diverged(f"{reason}, after {count - 1} skipped steps; last good checkpoint: {good}")
             self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
         self.pending.clear()
         self.seconds += time.perf_counter() - self.clock  # until `restart_clock`
+
+    def say_outliers(self, step: int, fp8_state, updates: int) -> None:
+        """Name a scale of delayed scaling that an outlier has lowered, and how long its history holds that.
+        updates: of a scale in a step."""
+        if not self.is_writer or self.config.fp8_amax_compute_algo != "max":
+            return
+        outliers = [outlier for outlier in fp8_state.outliers() if outlier[2] > 1]
+        if not outliers:
+            return
+        name, ago, rows = outliers[0]
+        more = f" and {len(outliers) - 1} more" if len(outliers) > 1 else ""
+        steps = rows if name.endswith("weight") else math.ceil(rows / updates)  # weights are cast once a step
+        self.say(f"step {step - ago}: the scale of {name}{more} fell by more than 2^20, and the amax history "
+                 f"holds that outlier for {steps} steps; to forget it sooner, --resume with "
+                 "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
 
     def record(self, step: int, lr: float) -> dict:
         """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 
 from bench.step import forget_models
 from nanote import ddp, memory, recipes
+from nanote.fp8_state import FP8State
 
 pytest.importorskip("triton")
 import te_reference  # noqa: E402
@@ -91,6 +92,20 @@ def train_step(model, find=True):
             if parameter.grad is not None:
                 parameter -= 0.05 * parameter.grad
     return loss.item(), gradients, recipes.get_state(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_a_skipped_step_leaves_the_fp8_state_as_it_was(options):
+    model = make_model(**options)
+    find_scales(model, make_tokens(1000))
+    fp8_state, before = FP8State(model), recipes.get_state(model)
+    for factor in (float("inf"), 1.0):
+        fp8_state.save()
+        loss = factor * model(*make_tokens(0))
+        loss.backward()
+        fp8_state.restore(unless=loss.isfinite())
+        after = recipes.get_state(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items()) == (factor > 1)
 
 
 @pytest.mark.parametrize("variant, microbatches", [

@@ -105,7 +105,28 @@ def test_a_step_that_is_not_finite_changes_nothing(tokens, capsys):
     assert losses("run")[2] == losses("run")[1], "the log has the last finite loss"
     assert val_losses[1] == val_losses[2] and len(set(val_losses)) == 5
     assert losses("run", "skipped") == [0, 0, 1, 1, 1, 1]
-    assert saved_steps("run") == [4, 6], "a checkpoint waits for a finite step"
+    assert saved_steps("run") == [3, 6]
+
+
+def test_a_run_stops_and_resumes_exactly_in_a_skipped_step(tokens):
+    """Losses, and every tensor of the last checkpoint. Step 3 is the eighth pass of a new run: one finds
+    mistakes, four find scales."""
+    event = "loss = loss * float('nan') if self.step == 7 and not resumed() else loss"
+    stop = "signal.raise_signal(signal.SIGTERM) if self.step == 7 and stops() else None"
+    own = model_where(f"{event}\n            {stop}").replace("--fp8-recipe none", "--fp8-recipe delayed")
+    Path("own.py").write_text("import os\nresumed = lambda: os.path.exists('resumed')\n"
+                              "stops = lambda: os.path.exists('stops')\n" + Path("own.py").read_text())
+    assert run_train(f"{SHORT} {own} --out-dir whole", tokens) == 0
+    Path("stops").touch()
+    assert run_train(f"{SHORT} {own} --checkpoint-interval 5 --out-dir run", tokens) == 0
+    assert saved_steps("run") == [3] and losses("run", "skipped")[-1] == 1
+    Path("resumed").touch()
+    assert run_train(f"--resume --out-dir run --checkpoint-interval 3 {own}") == 0
+    assert losses("run") == losses("whole") and losses("run", "val_loss") == losses("whole", "val_loss")
+    found, expected = tensors("run"), tensors("whole")
+    assert all(torch.equal(value, found[name]) for name, value in expected.items() if name != "rng0.host")
+    meta = json.loads((checkpoint.latest("run") / "meta.json").read_text())
+    assert meta["skipped"] == [3], "still known, to find the last good checkpoint"
 
 
 def test_random_generators_repeat_and_resume(tokens):
@@ -336,7 +357,8 @@ def test_good_weights_stay_when_a_learning_rate_ruins_them(tokens, capsys):
     assert run_train("--resume --out-dir run --lr 1e38 --max-steps 30") == 1
     error = capsys.readouterr().err
     assert "run/step-3" in error and error.count("\n") == 1, "the last one after which a step was finite"
-    shutil.rmtree("run/step-4")
+    assert saved_steps("run") == [3, 14]
+    shutil.rmtree("run/step-14")
     assert all(torch.equal(value, good[name]) for name, value in tensors("run").items())
     assert run_train("--resume --out-dir run --lr 1e-3 --max-steps 5") == 0
     assert metrics("run")[-1]["skipped"] == 0

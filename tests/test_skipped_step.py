@@ -1,0 +1,271 @@
+"""A skipped step leaves no trace: the losses after it are those of a run without the step, bit for bit. And a
+finite outlier, which is not skipped, is named in the log."""
+import contextlib
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.step import Step, forget_models
+from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model
+from nanote import logs, parallel, recipes
+from nanote.config import TrainConfig
+from nanote.fp8_state import FP8State
+from trainer_tools import ROOT, finish, fork_ranks, start_ranks
+
+HAS_GPU = torch.cuda.is_available()
+SIZE = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, seq_len=32, micro_batch_size=2,
+            fp8_amax_history_len=16, seed=0)
+LARGE = SIZE | dict(n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4)
+HUGE = 3e38 if HAS_GPU else 1e30  # kernels' norms are finite up to where a sum overflows
+SKIPPED, STEPS = (5, 10) if HAS_GPU else (2, 5)  # a graph is captured in step 3
+
+
+def make_step(**options):
+    """Return a training step as train.py makes it."""
+    forget_models()
+    device = torch.device("cuda", parallel.start().local_rank) if HAS_GPU else torch.device("cpu")
+    if HAS_GPU:
+        torch.cuda.set_device(device)
+    config = TrainConfig(**(LARGE if HAS_GPU else SIZE) | options)
+    return Step(config, device, make_batches(config, 0))
+
+
+def make_batches(config, number):
+    random = torch.Generator().manual_seed(100 * number + parallel.rank())
+    tokens = torch.randint(257, (config.grad_accum, config.micro_batch_size, config.seq_len + 1),
+                           generator=random).to("cuda" if HAS_GPU else "cpu")
+    return [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in tokens]
+
+
+# ---------------------------------------------------------------- what spoils a step
+
+@contextlib.contextmanager
+def changed(parameter, value):
+    """Let all weights of a parameter have another value, on the last rank only."""
+    weights = parallel.local_part(parameter.detach())
+    before = weights.clone()
+    if parallel.rank() == parallel.world_size() - 1:
+        weights.fill_(value)
+    yield
+    weights.copy_(before)
+
+
+EVENTS = {
+    "huge embeddings": lambda model: changed(model.wte.weight, HUGE),
+    "a loss of NaN": lambda model: changed(model.lm_head.layer_norm_weight, math.nan),
+    "norm weights of 3e38": lambda model: changed(model.blocks[0].attn.qkv.layer_norm_weight, 3e38),
+}
+
+
+def train_one(step, number, event=None, spoiled=0, eager=False):
+    """Train a step, in which an event spoils one micro-batch; return (loss, gradient norm)."""
+    run = step.forward_backward if eager else step.run_forward_backward
+    count, losses = step.config.grad_accum, []
+    step.optimizer.set_lr(1e-3)
+    for i, batch in enumerate(make_batches(step.config, number)):
+        with EVENTS[event](step.model) if event and i == spoiled else contextlib.nullcontext():
+            losses.append(run(batch, first=i == 0, last=i == count - 1).item())
+    return sum(losses), step.run_update().item()
+
+
+def is_equal(state, other):
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in other)
+
+
+def losses_after(event, spoiled=0, eager=False, **options):
+    """Return the losses after a step that an event spoils, or that is left out if `event` is None."""
+    step = make_step(**options)
+    for number in range(1, SKIPPED):
+        train_one(step, number)
+    if event is not None:
+        before = recipes.get_state(step.model)
+        loss, norm = train_one(step, SKIPPED, event, spoiled, eager)
+        assert not math.isfinite(norm), "the step is skipped"
+        assert is_equal(recipes.get_state(step.model), before)
+    return [train_one(step, number) for number in range(SKIPPED + 1, STEPS)]
+
+
+OPTIONS = {
+    "plain": {}, "most recent": {"fp8_amax_compute_algo": "most_recent"},
+    "checkpointing": {"gradient_checkpointing": True}, "fp8_param": {"fp8_param": True},
+    "without FP8": {"fp8_recipe": "none"}, "current": {"fp8_recipe": "current"},
+    "muon": {"optimizer": "muon"}}
+on_cpu = pytest.mark.skipif(HAS_GPU, reason="see the tests on GPUs")
+
+
+@on_cpu
+@pytest.mark.parametrize("options, event", [
+    *(("plain", event) for event in EVENTS),
+    *((options, "huge embeddings") for options in OPTIONS if options != "plain")])
+def test_losses_after_a_skipped_step(options, event):
+    found, expected = losses_after(event, **OPTIONS[options]), losses_after(None, **OPTIONS[options])
+    assert found == expected and len(set(expected)) == len(expected)
+
+
+@on_cpu
+@pytest.mark.parametrize("spoiled", [0, 1])
+@pytest.mark.parametrize("event", ["huge embeddings", "a loss of NaN"])
+def test_one_bad_micro_batch_spoils_the_step(event, spoiled):
+    assert losses_after(event, spoiled, grad_accum=2) == losses_after(None, grad_accum=2)
+
+
+@on_cpu
+def test_losses_after_a_skipped_compiled_step(compiles):
+    options = dict(compile=True, n_layer=1)
+    assert losses_after("huge embeddings", **options) == losses_after(None, **options) and compiles
+
+
+ON_RANKS = ("huge embeddings", "a loss of NaN")
+
+
+def compare_on_ranks(**options):
+    """Print the losses after the skipped step, and without it."""
+    parallel.start()
+    for event in (*ON_RANKS, None):
+        print("found", losses_after(event, **options), flush=True)
+    parallel.exit(0)
+
+
+def check(outputs):
+    for output in outputs:
+        *found, expected = [line for line in output.splitlines() if line.startswith("found ")]
+        assert found == [expected] * len(ON_RANKS)
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_that_one_rank_spoils_is_skipped_on_both(kind):
+    check(fork_ranks(lambda: compare_on_ranks(parallel=kind, n_layer=1)))
+
+
+# ---------------------------------------------------------------- on GPUs, in graphs
+
+ON_GPU = {
+    "in graphs": {}, "accumulation": dict(grad_accum=3, spoiled=1), "a health step": dict(eager=True),
+    "without graphs": dict(cuda_graph="off"), "checkpointing": dict(gradient_checkpointing=True)}
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["auto", "optimized"])  # fast_kernels, and Transformer Engine
+@pytest.mark.parametrize("options", ON_GPU)
+def test_losses_after_a_skipped_step_on_a_gpu(model, options, deterministic):
+    options = dict(model=model, attention="sdpa" if model == "optimized" else "auto") | ON_GPU[options]
+    expected = losses_after(None, **options)
+    for event in EVENTS if options.keys() == {"model", "attention"} else ["huge embeddings"]:
+        assert losses_after(event, **options) == expected, event
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["auto", "optimized"])
+def test_the_state_is_restored_in_graphs_of_any_algorithms(model):
+    """`losses_after` compares the state."""
+    for event in EVENTS:
+        losses_after(event, model=model)
+    assert make_step(model=model).is_graph
+
+
+ON_TWO_GPUS = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import torch
+from test_skipped_step import compare_on_ranks
+
+torch.use_deterministic_algorithms(True)
+compare_on_ranks(parallel=sys.argv[3])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_step_that_one_gpu_spoils_is_skipped_on_both(kind):
+    command = [sys.executable, "-c", ON_TWO_GPUS, str(ROOT), str(ROOT / "tests"), kind]
+    check(finish(start_ranks(
+        command, CUDA_VISIBLE_DEVICES="0,1", LOCAL_WORLD_SIZE="2", CUBLAS_WORKSPACE_CONFIG=":4096:8")))
+
+
+# ---------------------------------------------------------------- the object in a loop of one's own
+
+def make_own():
+    forget_models()
+    torch.manual_seed(0)
+    model = OptimizedGPT2Model(OptimizedConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16,
+                                               use_fp8=True)).to("cuda" if HAS_GPU else "cpu")
+    model.fp8_recipe = DelayedScaling(amax_history_len=4)
+    return model.bfloat16() if HAS_GPU else model
+
+
+def spoil(model, fp8_state, factor=math.inf):
+    """Do the passes of a step whose loss has another factor; return whether the step is finite."""
+    tokens = torch.arange(32, device=model.wte.weight.device).view(2, 16)
+    fp8_state.save()
+    (factor * model(tokens, tokens)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    fp8_state.restore(unless=norm.isfinite())
+    model.zero_grad()
+    return bool(norm.isfinite())
+
+
+def test_a_first_step_that_is_skipped_leaves_a_fresh_state():
+    model = make_own()
+    fp8_state = FP8State(model)
+    assert not spoil(model, fp8_state) and recipes.is_fresh(model)
+    histories = [value for name, value in recipes.get_state(model).items() if name.endswith("amax_history")]
+    assert len(histories) == 8 and not any(history.any() for history in histories)
+    assert spoil(model, fp8_state, factor=1.0) and not recipes.is_fresh(model)
+
+
+def test_another_history_length_between_steps():
+    model = make_own()
+    fp8_state = FP8State(model)
+    assert spoil(model, fp8_state, factor=1.0)
+    model.fp8_recipe = type(model.fp8_recipe)(amax_history_len=2)
+    assert spoil(model, fp8_state, factor=1.0)
+    before = recipes.get_state(model)
+    assert not spoil(model, fp8_state)
+    assert is_equal(recipes.get_state(model), before)
+    assert before["lm_head.scaling_fwd.amax_history"].shape == (2, 3)
+
+
+# ---------------------------------------------------------------- outliers that are finite
+
+def say(fp8_state, step, **options):
+    """Return the line that the log says about outliers after a step, or ""."""
+    said = []
+    log = SimpleNamespace(is_writer=True, config=TrainConfig(**options), say=said.append)
+    logs.Log.say_outliers(log, step, fp8_state, updates=log.config.grad_accum)
+    return "".join(said)
+
+
+@on_cpu
+def test_the_log_names_a_scale_that_an_outlier_lowered():
+    step = make_step(n_layer=1)
+    for number in range(1, 4):
+        train_one(step, number)
+    assert say(step.fp8_state, 3) == "", "first scales are none"
+    with changed(step.model.blocks[0].attn.qkv.weight, 1e9):
+        assert math.isfinite(train_one(step, 4)[1])
+    train_one(step, 5)
+    line = say(step.fp8_state, 5)
+    assert line.startswith("step 4: the scale of blocks.0.attn.qkv weight") and "for 16 steps" in line
+    assert "--fp8-amax-compute-algo most_recent" in line and "--fp8-amax-history-len" in line
+    assert say(step.fp8_state, 5) == "", "once"
+
+
+@on_cpu
+def test_an_outlier_in_a_skipped_step_is_no_outlier():
+    step = make_step(n_layer=1)
+    train_one(step, 1, "huge embeddings")
+    assert say(step.fp8_state, 1) == ""
