@@ -327,6 +327,14 @@ def test_without_fp8_it_is_the_optimized_model():
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
 
+def test_fp8_autocast_is_the_older_name_of_autocast():
+    layer = modules.Linear(32, 32, params_dtype=torch.bfloat16, device=DEVICE)
+    with modules.fp8_autocast(enabled=True, fp8_recipe=modules.DelayedScaling(amax_history_len=2)):
+        y = layer(torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE))
+    y.sum().backward()
+    assert layer.fp8_meta["scaling_fwd"].scale[0] == 448 and layer.fp8_meta["scaling_bwd"].scale[0] == 57344
+
+
 @pytest.mark.parametrize("call, error, message", [
     (lambda: modules.Linear(64, 64, biass=False), TypeError, "Linear: unknown argument 'biass'"),
     (lambda: modules.Linear(64, 64, tp_size=2), ValueError, "tp_size=2: fast_kernels supports 1"),

@@ -445,10 +445,42 @@ def test_a_window_after_a_causal_query_is_warned_of():
     torch.testing.assert_close(y, attention(q, q, q, window_size=(2, 0)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, (2, 0), (8, 16)])
+@pytest.mark.parametrize("qkv_format, mask_type", [
+    ("bshd", "no_mask"), ("bshd", "causal"), ("sbhd", "padding"), ("bshd", "padding"),
+    ("bshd", "padding_causal"), ("thd", "padding"), ("thd", "padding_causal")])
+@pytest.mark.filterwarnings("ignore:window_size should be")
+def test_masks_and_windows_equal_tes(qkv_format, mask_type, window):
+    theirs = pytest.importorskip("transformer_engine.pytorch")
+    q, k, v = (torch.randn(2, 64, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    padding = torch.arange(64, device="cuda") >= torch.tensor([[64], [40]], device="cuda")
+    starts = torch.tensor([0, 64, 104], dtype=torch.int32, device="cuda")
+    options = dict(attn_mask_type=mask_type, window_size=window)
+    if qkv_format == "thd":
+        q, k, v = (t[~padding] for t in (q, k, v))
+        options |= dict(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=64, max_seqlen_kv=64)
+    elif "padding" in mask_type:
+        options |= dict(attention_mask=padding[:, None, None])
+    is_token = ~padding
+    if qkv_format == "sbhd":
+        q, k, v, is_token = (t.transpose(0, 1).contiguous() for t in (q, k, v, is_token))
+    results = []
+    for engine in (te, theirs):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = engine.DotProductAttention(4, 64, 2, qkv_format=qkv_format, attn_mask_type=mask_type)(
+            *leaves, **options)
+        y = y if qkv_format == "thd" else y[is_token] if "padding" in mask_type else y
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for ours, other in zip(*results):
+        assert (ours - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "bshd"])
 def test_an_encoder_reads_no_padding(attn_input_format):
-    layer = te.TransformerLayer(32, 32, 4, hidden_dropout=0, attention_dropout=0, window_size=(3, 3),
-                                self_attn_mask_type="padding", attn_input_format=attn_input_format)
+    layer = te.TransformerLayer(
+        32, 32, 4, hidden_dropout=0, attention_dropout=0, self_attn_mask_type="padding", window_size=(3, 3),
+        attn_input_format=attn_input_format, device="cpu")
 
     def run(x, padding, **options):
         x = x if attn_input_format == "bshd" else x.transpose(0, 1)
