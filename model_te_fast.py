@@ -19,6 +19,7 @@ References: those of `model_te_optimized.py`; the fusions are explained in `fast
 """
 
 import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -267,22 +268,28 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
         for direction in ("scaling_fwd", "scaling_bwd"):
             scaling = getattr(module, "fp8_meta", {}).get(direction)
             if scaling is not None:
+                vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
                 state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
                 state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
     """Take scales and histories out of a state dict, and set them if the model runs in FP8."""
+    has_scales = False
     for name, module in model.named_modules():
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            has_scales = has_scales or scale is not None
             if scale is not None and model.config.use_fp8:
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
                 newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
                 own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
+    if model.config.use_fp8 and not has_scales:
+        warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
+                      "are 1 before its first pass", stacklevel=2)
 
 
 def residual_init(config):

@@ -382,7 +382,9 @@ class OptimizedGPT2Model(FP8Model):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
         config, weight = self.config, self.wte.weight
         shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
-        return SimpleNamespace(kv=torch.empty(shape, device=weight.device, dtype=weight.dtype), length=0)
+        with torch.inference_mode(False):  # as `forward` runs, which writes to it
+            kv = torch.empty(shape, device=weight.device, dtype=weight.dtype)
+        return SimpleNamespace(kv=kv, length=0)
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
@@ -391,13 +393,16 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
         state_dict.pop(f"{prefix}{name}._extra_state", None)
         for direction in ("scaling_fwd", "scaling_bwd"):
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if module._parameters and getattr(scaling, "scale", None) is not None:  # not of TE's attention
+            has_weights = next(module.parameters(), None) is not None  # TE's attention has none
+            if has_weights and getattr(scaling, "scale", None) is not None:
+                vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
                 state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
                 state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
     """Take scales and histories out of a state dict, and set them if the model has delayed scaling."""
+    has_delayed_scaling, has_scales = model.config.use_fp8 and model.fp8_recipe.delayed(), False
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
         if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
@@ -405,7 +410,8 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
+            has_scales = has_scales or scale is not None
+            if scale is not None and has_delayed_scaling:
                 gemms = 2 if hasattr(module, "fc2_weight") else 1
                 module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
                 module.init_fp8_meta_tensors(model.fp8_recipe)
@@ -413,3 +419,6 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 own = module.fp8_meta[direction].amax_history
                 newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
                 own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
+    if has_delayed_scaling and not has_scales:
+        warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
+                      "are 1 before its first pass", stacklevel=2)

@@ -144,7 +144,7 @@ def get_state(model):
 
 def set_state(model, state):
     """Restore the result of `get_state` for delayed scaling; of another history length, the newest rows."""
-    if not uses_delayed_scaling(model):
+    if not state or not uses_delayed_scaling(model):
         return
     foreign = dict(state)
     try:

@@ -9,17 +9,37 @@ import pickle
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from model_te_optimized import DelayedScaling
 from nanote import models, recipes
 from nanote.checkpoint import read_meta
 from nanote.config import TrainConfig
 from tools.hf_weights import optimized_name
-from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, randomize, run_script, run_train
+from trainer_tools import (
+    OPTIONS,
+    RESTORE,
+    ROOT,
+    fork_ranks,
+    make_tokens,
+    metrics,
+    randomize,
+    run_script,
+    run_train,
+)
 
 FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
@@ -299,6 +319,81 @@ def test_a_copy_continues_as_the_original_does(name):
         assert not any(torch.equal(before[key], state[key]) for key in state if "bwd.amax_history" in key)
         if recipes.IS_REFERENCE:
             assert all(torch.equal(value, state[key]) for key, value in recipes.get_state(model).items())
+
+
+@pytest.mark.parametrize("name", also_on_a_gpu(*FAMILY))
+def test_pytorchs_ways_to_restore_keep_the_fp8_state(name):
+    model = make(name, use_fp8=True)
+    step(model, 2)
+    expected = model.state_dict()
+    assert "lm_head.scaling_bwd.amax_history" in expected
+    for way, restore in RESTORE.items():
+        other = make(name, use_fp8=True)
+        if way == "distributed checkpoint":  # reads into tensors that are there, so after a pass
+            step(other)
+        restored = restore(model, other)
+        state = restored.state_dict()
+        assert state.keys() == expected.keys(), way
+        assert all(torch.equal(value, state[key]) for key, value in expected.items()), way
+    assert step(restored) == pytest.approx(step(model), abs=0 if recipes.IS_REFERENCE else 1e-2)
+
+
+def shard_and_restore():
+    dist.init_process_group("gloo")
+    models, full = [], StateDictOptions(full_state_dict=True)
+    for _ in range(3):
+        models.append(make("optimized", use_fp8=True))
+        for part in (*models[-1].blocks, models[-1]):
+            fully_shard(part)
+    model, other, broadcast = models
+    step(model, 2)
+    state, before = get_model_state_dict(model, options=full), recipes.get_state(model)
+    set_model_state_dict(other, dict(state), options=full)
+    assert all(torch.equal(value, recipes.get_state(other)[key]) for key, value in before.items())
+    assert step(other, 2) == step(model, 2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    has_state = dist.get_rank() == 0  # PyTorch sends parameters and buffers only
+    with nullcontext() if has_state else pytest.warns(UserWarning, match="no FP8 scales in the state dict"):
+        set_model_state_dict(broadcast, state if has_state else {}, options=options)
+    assert bool(recipes.get_state(broadcast)) == has_state
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork cannot use the GPU")
+def test_a_model_under_fully_shard_restores_its_fp8_state():
+    fork_ranks(shard_and_restore)
+
+
+class Same(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 1.0
+
+
+@pytest.mark.parametrize("name", ["optimized", "custom"])
+def test_a_reparametrized_weight_keeps_its_fp8_state(name):
+    plain, *models = (make(name, use_fp8=True, bias=False) for _ in range(3))
+    for model in models:
+        register_parametrization(model.blocks[0].attn.proj, "weight", Same())
+        weight_norm(model.blocks[1].attn.proj)
+    model, other = models
+    assert step(model, 3) == pytest.approx(step(plain, 3), abs=0.05)
+    state = model.state_dict()
+    assert all(f"blocks.{layer}.attn.proj.scaling_bwd.scale" in state for layer in (0, 1))
+    other.load_state_dict(state)
+    assert step(other, 2) == step(model, 2)
+    parameters = dict(model.named_parameters())
+    loss = torch.func.functional_call(model, parameters, (tokens(), tokens()))
+    loss.backward()
+    assert all(p.grad is not None for p in parameters.values())
+
+
+def test_weights_without_scales_are_loaded_with_a_warning():
+    model, exact = make("optimized", use_fp8=True), make("optimized")
+    step(model)
+    before = recipes.get_state(model)
+    with pytest.warns(UserWarning, match="no FP8 scales in the state dict, so the model keeps its own"):
+        model.load_state_dict(exact.state_dict())
+    assert torch.equal(model.lm_head.weight, exact.lm_head.weight)
+    assert all(torch.equal(value, before[key]) for key, value in recipes.get_state(model).items())
 
 
 COPIED = f"""

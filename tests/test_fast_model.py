@@ -8,6 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 
 from bench.step import forget_models
 from nanote import ddp, memory, recipes
@@ -20,7 +26,7 @@ from fast_kernels.fused import Branch, Stream  # noqa: E402
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from trainer_tools import MODERN, model_file  # noqa: E402
+from trainer_tools import MODERN, RESTORE, model_file  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -352,6 +358,37 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_model_under_fully_shard_restores_its_fp8_state(one_process_group, fast):
+    models, options = [make_model(fast), make_model(fast)], StateDictOptions(full_state_dict=True)
+    for model in models:
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    model, other = models
+    find_scales(model, make_tokens(1))
+    set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
+    before, state = recipes.get_state(model), recipes.get_state(other)
+    assert before and all(torch.equal(value, state[name]) for name, value in before.items())
+    losses = [model(*make_tokens(0)).item() for model in models]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3 if HAS_GPU else 0)
+
+
+def test_pytorchs_ways_to_restore_keep_the_fp8_state():
+    model = make_model()
+    find_scales(model, make_tokens(1))
+    expected = model.state_dict()
+    assert "lm_head.scaling_bwd.amax_history" in expected
+    for way, restore in RESTORE.items():
+        other = make_model()
+        if way == "distributed checkpoint":  # reads into tensors that are there, so after a pass
+            find_scales(other, make_tokens(2), passes=1)
+        restored = restore(model, other)
+        state = restored.state_dict()
+        assert state.keys() == expected.keys(), way
+        assert all(torch.equal(value, state[key]) for key, value in expected.items()), way
+    assert_equal(train_step(restored, find=False), train_step(model, find=False))
 
 
 # ---------------------------------------------------------------- sharded by FSDP2

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import te_reference
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote.generate import generate
 
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, activation="swiglu", bias=False, tie_embeddings=False)
@@ -32,6 +33,19 @@ def test_kv_cache_gives_the_same_logits(switches):
         parts = [model(part, kv_cache=cache) for part in (x[:, :10], x[:, 10:11], x[:, 11:16], x[:, 16:])]
     assert cache.length == 24
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_generates_in_inference_mode_and_trains_on():
+    model = OptimizedGPT2Model(OptimizedConfig(**TINY, use_fp8=True))
+    expected = generate(model, [1, 2, 3], 8, temperature=0)
+    with torch.inference_mode():
+        assert generate(model, [1, 2, 3], 8, temperature=0) == expected
+        cache = model.make_kv_cache(1, 16)
+    x = torch.randint(0, 96, (2, 32), device=DEVICE)
+    model(x, x).backward()
+    model.config.use_fp8 = False
+    with torch.no_grad():  # the cache of one mode in the other
+        torch.testing.assert_close(model(x[:1, :8], kv_cache=cache), model(x[:1, :8]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields, words", [

@@ -1,9 +1,13 @@
 """Shared by the trainer's tests: a small corpus, options of a short run, and ways to run commands."""
 import contextlib
+import copy
+import functools
 import hashlib
 import importlib.util
+import io
 import multiprocessing
 import os
+import pickle
 import resource
 import socket
 import subprocess
@@ -14,6 +18,13 @@ import unittest.mock
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.optim.swa_utils import AveragedModel
 
 import train
 from nanote.config import run_command
@@ -47,6 +58,52 @@ def model_file(name: str, engine: str):
         if before is not None:
             sys.modules[base] = before
     return module
+
+
+def by_state_dict_functions(model, other, **options):
+    options = StateDictOptions(**options)
+    set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
+    return other
+
+
+def by_distributed_checkpoint(model, other):
+    with tempfile.TemporaryDirectory() as folder:
+        distributed_checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+        state = get_model_state_dict(other)  # the tensors that are read
+        distributed_checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    return other
+
+
+def by_saving_the_model(model, other):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def by_average(model, other):
+    average = AveragedModel(other)
+    average.load_state_dict(AveragedModel(model).state_dict())
+    return average.module
+
+
+def by_assignment(model, other):
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return other
+
+
+# PyTorch's ways to give a model the state of another: functions of both, which return one that has it
+RESTORE = {
+    "copy": lambda model, other: copy.deepcopy(model),
+    "pickle": lambda model, other: pickle.loads(pickle.dumps(model)),
+    "torch.save": by_saving_the_model,
+    "assign": by_assignment,
+    "AveragedModel": by_average,
+    "get_model_state_dict": by_state_dict_functions,
+    "full": functools.partial(by_state_dict_functions, full_state_dict=True),
+    "on the CPU": functools.partial(by_state_dict_functions, full_state_dict=True, cpu_offload=True),
+    "distributed checkpoint": by_distributed_checkpoint,
+}
 
 
 @torch.no_grad()
