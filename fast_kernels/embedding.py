@@ -35,7 +35,8 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
         positions: int64, (B, S) or (S,); outside the table as tokens. None: none added.
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass, which runs first, appends its gradient, which is overwritten. Not under torch.compile.
+            pass, which runs first, appends its gradient, which is overwritten; of a head that is used
+            several times, each of them. Not under torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
@@ -103,7 +104,9 @@ class _TiedEmbed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        head_dweight = ctx.tied_dweight.pop() if ctx.tied_dweight else None
+        head_dweight = ctx.tied_dweight.pop(0) if ctx.tied_dweight else None
+        while ctx.tied_dweight:  # the head was used several times; the first may be in `main_grad`
+            head_dweight += ctx.tied_dweight.pop()
         return *_embed_backward(ctx, dy, head_dweight), None
 
 

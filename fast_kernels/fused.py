@@ -87,6 +87,7 @@ def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_mic
 
     module: LayerNormLinear; or LayerNormMLP with the name "fc1", whose bias `activation_linear` adds.
     tied_dweight: a list that the weight's gradient is appended to, not passed through autograd; see `embed`.
+        It may be passed at each of several uses of the weight.
     """
     weights = module.layer_norm_weight, module.layer_norm_bias
     branch, branch_bias, gradient = stream.branch or Branch(None)
@@ -170,8 +171,13 @@ def _weight_gradient(parameter, x, dy, dy_inv):
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
         return gemm(*x, dy, dy_inv)
+    backward_pass = torch._C._current_graph_task_id()
+    if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
+        # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
+        return gemm(*x, dy, dy_inv, out=torch.empty_like(main_grad))
+    parameter.main_grad_pass = backward_pass
     gemm(*x, dy, dy_inv, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
-    parameter.overwrite_main_grad = False  # a second gradient of this backward pass is added
+    parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
 
