@@ -145,9 +145,10 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             optimizer.set_lr(learning_rate(step, config))
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
-            with profile(step), log.fp8_health(step, model) if measure else nullcontext():
-                loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
-                           for i, batch in enumerate(zip(batches, loader.divisors(step))))
+            with profile(step):
+                with log.fp8_health(step, model) if measure else nullcontext():
+                    loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
+                               for i, batch in enumerate(zip(batches, loader.divisors(step))))
                 norm = update()
             log.add(step, loss, norm)
             is_last, is_stopped = step == config.max_steps, stop.agreed()

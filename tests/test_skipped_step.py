@@ -2,7 +2,11 @@
 finite outlier, which is not skipped, is named in the log."""
 import contextlib
 import math
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -237,6 +241,42 @@ def test_another_history_length_between_steps():
     assert not spoil(model, fp8_state)
     assert is_equal(recipes.get_state(model), before)
     assert before["lm_head.scaling_fwd.amax_history"].shape == (2, 3)
+
+
+PAGES = {name: re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+         for name in ("README.md", "guide/recipes.md")}
+
+
+def run_beside(files, code, folder):
+    """Run a loop beside the files that are copied for it; return what it prints."""
+    for name in [*files, "nanote/fp8_state.py"]:
+        source, target = ROOT / name, folder / Path(name).name
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    command = [sys.executable, "-c", f"from fp8_state import FP8State\n{code}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_guides_loop_skips_a_step(tmp_path):
+    """The gradient of one step is NaN, and the losses of the next ones are not."""
+    parts, _ = PAGES["README.md"][0].split("for step")
+    loop = PAGES["guide/recipes.md"][0].replace("range(10)", "range(3)")  # BF16 on a CPU is slow
+    loop = loop.replace("loss.backward()", "(loss / (step != 1)).backward()\n    print(loss.item())")
+    losses = run_beside(["model_te_optimized.py", "te_reference.py"], parts + loop, tmp_path)
+    assert len(losses) == 3 and all(math.isfinite(float(loss)) for loss in losses)
+
+
+@pytest.mark.gpu
+def test_the_guides_lines_run_in_a_graph(tmp_path):
+    lines, loop = PAGES["guide/recipes.md"][1], PAGES["README.md"][1]
+    for before, after in (("    optimizer.step()\n", lines),
+                          ("def train(", "fp8_state = FP8State(model)\n\ndef train("),
+                          ("    loss = model", "    fp8_state.save()\n    loss = model")):
+        assert before in loop
+        loop = loop.replace(before, after)
+    losses = run_beside(["model_te_fast.py", "nanote/graphs.py", "fast_kernels"], loop, tmp_path)
+    assert len(losses) == 10 and all(float(loss) < 11.3 for loss in losses)
 
 
 # ---------------------------------------------------------------- outliers that are finite

@@ -1,0 +1,134 @@
+"""What does it cost that a skipped step leaves the FP8 state as it was (nanote/fp8_state.py)? On a GPU.
+
+    python bench/skipped_step.py --json results/skipped_step.json
+
+- share      GPU time of save and restore over that of the whole step, both summed from traces of the step's
+             CUDA graphs. Save and restore are the kernels that a step without them launches less often: their
+             time is the difference of the two traces, over the kernels whose number differs.
+- alone_us   the same kernels in a graph of their own: a second opinion
+- host_ms    median time that Python needs for both, when it launches every kernel
+
+Bounds: a share of 0.001, and 0.5 ms.
+"""
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import step as steps
+from bench.report import Rows
+from nanote import recipes
+from nanote.config import parse, run_command
+from nanote.fp8_state import FP8State
+from nanote.graphs import CudaGraph
+from nanote.models import pick_device
+
+REPEATS = 200  # of what is timed on the host
+
+
+@dataclass
+class Options:
+    models: tuple[str, ...] = ("fast", "optimized")  # Values of train.py's --model.
+    shape: Literal[tuple(steps.SHAPES)] = "124m-b32"  # A shape of benchmark_te.py.
+    steps: int = 10  # Steps to trace.
+    json: Path | None = None  # Write the rows here.
+
+
+def traced(function, count: int) -> tuple[Counter, Counter]:
+    """Return ({kernel: launches}, {kernel: µs}) of a call, the means of `count` calls."""
+    for _ in range(4):  # two, and a capture
+        function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            function()
+        torch.cuda.synchronize()
+    launches, time_us = Counter(), Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != "ProfilerStep*":
+            launches[event.name] += 1 / count
+            time_us[event.name] += event.self_device_time_total / count
+    return launches, time_us
+
+
+def difference(with_state, without) -> tuple[float, float]:
+    """Return (launches, µs) by which a trace exceeds another, over the kernels whose number differs."""
+    (launches, time_us), (fewer, less_us) = with_state, without
+    names = [name for name in launches | fewer if round(launches[name] - fewer[name], 3)]
+    return (sum(launches[name] - fewer[name] for name in names),
+            sum(time_us[name] - less_us[name] for name in names))
+
+
+def host_ms(fp8_state, finite) -> float:
+    """Return the median ms that the host needs for save and restore."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        fp8_state.save()
+        fp8_state.restore(unless=finite)
+        times.append(1e3 * (time.perf_counter() - start))
+        if finite.is_cuda:
+            torch.cuda.synchronize()  # else the host would wait for a full queue
+    return statistics.median(times)
+
+
+def measure(config, device, count: int) -> dict:
+    batches = steps.make_batches(config, device)
+
+    def make():
+        steps.free()
+        step = steps.Step(config, device, batches)
+        step(batches, 1e-5)
+        return step
+
+    step, finite = make(), torch.ones((), dtype=torch.bool, device=device)
+    figures = {"host_ms": host_ms(step.fp8_state, finite), "kernels": step.kernels,
+               "state_bytes": sum(tensor.nbytes for tensor in step.fp8_state.tensors)}
+    if device.type != "cuda":
+        return figures
+    with_state = traced(lambda: step(batches, 1e-5), count)
+
+    def save_and_restore():
+        step.fp8_state.save()
+        step.fp8_state.restore(unless=finite)
+    alone = traced(CudaGraph(save_and_restore), count)
+    step = None
+    with mock.patch.object(FP8State, "save"), mock.patch.object(FP8State, "restore"):
+        step = make()
+        without = traced(lambda: step(batches, 1e-5), count)
+    launches, own_us = difference(with_state, without)
+    step_us = sum(with_state[1].values())
+    return figures | {
+        "launches": launches, "own_us": own_us, "step_us": step_us, "share": own_us / step_us,
+        "alone_launches": sum(alone[0].values()), "alone_us": sum(alone[1].values())}
+
+
+def main(argv=None) -> None:
+    options, device = parse(Options, argv, "bench/skipped_step.py", __doc__), pick_device("auto")
+    rows = Rows(options.json, ["model", "shape"], "bench/skipped_step.py", argv)
+    for model in options.models:
+        config = steps.make_config(steps.SHAPES[options.shape] | {"model": model}, device)
+        figures = measure(config, device, options.steps)
+        label = f"{model} {options.shape}: " + ", ".join(
+            f"{name} {value:.4g}" for name, value in figures.items() if not isinstance(value, str))
+        rows.add(figures | {"model": model, "shape": options.shape, "triton": triton_version(),
+                            "engine": "fast" if model == "fast" else recipes.ENGINE}, label)
+
+
+def triton_version() -> str | None:
+    try:
+        import triton
+        return triton.__version__
+    except ImportError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "bench/skipped_step.py"))
