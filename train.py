@@ -66,11 +66,12 @@ def main(config: TrainConfig) -> None:
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
+    if models.is_file(config.model):
+        models.check_first_pass(model, loader.batches(1)[0])
     if config.compile:
         if ranks.rank == 0:
             print("compiling, usually 30 to 70 s", flush=True)
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-    if config.compile or models.is_file(config.model):
         models.check_first_pass(model, loader.batches(1)[0])
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:

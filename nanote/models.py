@@ -202,7 +202,7 @@ def describe(model):
 
 def describe_fp8(model, config) -> str:
     """Return a line about the precision of a model of `make_model`: recipe, format, and how many GEMMs run in
-    FP8. Call it for your own model after `check_first_pass`."""
+    FP8. Of your own model, those that did in an uncompiled pass, such as `check_first_pass`."""
     if config.fp8_recipe == "none":
         return "--fp8-recipe none"
     fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)

@@ -176,7 +176,7 @@ OWN = ("--seq-len 64 --micro-batch-size 2 --max-steps 1 --warmup-steps 0 --eval-
        "--checkpoint-interval 0 --device cpu --out-dir run")
 
 
-def test_the_first_line_of_a_model_of_your_own_is_true(tokens, capsys):
+def test_the_first_line_of_a_model_of_your_own_is_true(tokens, capsys, compiles):
     Path("plain.py").write_text(PLAIN)
     copied = (ROOT / "model_te_optimized.py").read_text()
     old = "self.mlp = te.LayerNormMLP("
@@ -186,7 +186,9 @@ def test_the_first_line_of_a_model_of_your_own_is_true(tokens, capsys):
             ("--model plain.py:Net", "--fp8-recipe delayed hybrid, 0 of 1 GEMMs in FP8 (use te.Linear"),
             ("--model plain.py:Net --fp8-recipe none", "none; Net, 18,720 parameters, on PyTorch"),
             ("--model edited.py:OptimizedGPT2Model --n-layer 2 --n-embd 64 --n-head 2 --fp8-skip-last 1",
-             "--fp8-recipe delayed hybrid, 5 of 11 GEMMs in FP8; ")):
+             "--fp8-recipe delayed hybrid, 5 of 11 GEMMs in FP8; "),
+            ("--model edited.py:OptimizedGPT2Model --n-layer 1 --n-embd 64 --n-head 2 --compile",
+             "--fp8-recipe delayed hybrid, 5 of 6 GEMMs in FP8; ")):
         assert run_train(f"{OWN} {options}", tokens) == 0
         assert words in capsys.readouterr().out
 
