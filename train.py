@@ -66,11 +66,12 @@ def main(config: TrainConfig) -> None:
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
+    if models.is_file(config.model):
+        models.check_first_pass(model, loader.batches(1)[0])
     if config.compile:
         if ranks.rank == 0:
             print("compiling, usually 30 to 70 s", flush=True)
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-    if config.compile or models.is_file(config.model):
         models.check_first_pass(model, loader.batches(1)[0])
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:
@@ -83,9 +84,8 @@ def main(config: TrainConfig) -> None:
     make_profiler(config.profile, "", device)  # ValueError for a bad --profile
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     if source:
+        loader.continue_from(source, saved)  # a step may have another number of samples now
         checkpoint.load(source, model, optimizer)
-        if "samples" in saved:  # a step may have another number of samples now
-            loader.start_at(first_step, saved["samples"])
     starts_new = config.init_from and not source
     of_scales = init_from(config, model, optimizer, loader.meta) if starts_new else saved
     if needs_first_scales(model, asdict(config), loader.tokens_per_step, of_scales):
@@ -140,6 +140,8 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
     step, stop = saved.get("step", 0), parallel.StopRequest()
     log = logs.Log(config, loader, first_step=step + 1, skipped_before=saved.get("skipped", ()))
     log.start(model, gradients.undivided_reason)
+    if config.warmup_steps >= config.max_steps:
+        log.say(describe_warmup(config))
     with closing(stop), closing(log), make_profiler(config.profile, config.out_dir, loader.device) as profile:
         for step in range(step + 1, config.max_steps + 1):
             optimizer.set_lr(learning_rate(step, config))
@@ -200,6 +202,14 @@ def learning_rate(step: int, config) -> float:
         height = min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
     rate = config.lr * (0.1 + 0.9 * height)
     return min(rate, config.lr * step / max(1, config.warmup_steps))
+
+
+def describe_warmup(config) -> str:
+    """Return a line about a warm-up that lasts the whole run."""
+    highest = max(learning_rate(step, config) for step in range(1, config.max_steps + 1))
+    return (f"--warmup-steps {config.warmup_steps}: all of --max-steps {config.max_steps} is warm-up; the "
+            f"learning rate reaches {highest:.1e} of --lr {config.lr:.1e}; pass a shorter one, such as "
+            f"--warmup-steps {config.max_steps // 10}")
 
 
 @torch.no_grad()

@@ -191,6 +191,26 @@ GONE = dict(  # options of earlier versions, with their defaults
     gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
     betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True)
 
+# (options, another one, whether they have no effect with it). What a model lacks is refused in models.py.
+WITHOUT_EFFECT = (
+    ("fp8_amax_history_len fp8_amax_compute_algo fp8_margin", "fp8_recipe",
+     lambda config: config.fp8_recipe != "delayed"),
+    ("fp8_format", "fp8_recipe",
+     lambda config: config.fp8_recipe.partition(":")[0] in ("none", "nvfp4", "custom")),
+    ("fp8_lm_head fp8_skip_first fp8_skip_last", "fp8_recipe", lambda config: config.fp8_recipe == "none"),
+    ("rope_theta", "use_rotary", lambda config: not config.use_rotary and ".py:" not in config.model),
+    ("param_remainders", "fp8_param", lambda config: config.fp8_param),
+    ("param_remainders", "dtype", lambda config: config.dtype == "float32"),
+    ("eval_tokens", "eval_interval", lambda config: config.eval_interval == 0 and not config.eval_only),
+    ("keep_checkpoints", "checkpoint_interval", lambda config: config.checkpoint_interval == 0),
+    ("fp8_health_interval", "max_steps", lambda config: config.fp8_health_interval > config.max_steps),
+    ("""dropout attn_dropout gradient_checkpointing max_steps grad_accum lr lr_schedule warmup_steps optimizer
+     weight_decay grad_clip seed moment_dtype param_remainders cuda_graph eval_interval checkpoint_interval
+     keep_checkpoints log_interval wandb fp8_health_interval profile""", "eval_only",
+     lambda config: config.eval_only),
+)
+ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
+
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
     """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
@@ -310,6 +330,7 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     config = parse(TrainConfig, arguments, "train.py", default=default)
     config.typed = frozenset(names)
     config.check()
+    _print_without_effect(config)
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
         if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
@@ -322,6 +343,20 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
         from nanote.transfer import check_tokenizer  # imports PyTorch
         check_tokenizer(config.init_from, config.data)
     return config
+
+
+def _print_without_effect(config: TrainConfig) -> None:
+    """Print a line about typed options that have no effect with another one."""
+    for names, other, has_no_effect in WITHOUT_EFFECT:
+        asked = [_as_typed(config, name) for name in names.split()
+                 if name in config.typed and getattr(config, name) not in ASKS_NOTHING]
+        if asked and has_no_effect(config) and os.environ.get("RANK", "0") == "0":
+            print(f"{', '.join(asked)}: no effect with {_as_typed(config, other)}", flush=True)
+
+
+def _as_typed(config: TrainConfig, name: str) -> str:
+    """Return an option as on the command line: "--lr 0.1", "--no-compile"."""
+    return " ".join(_as_arguments({name: getattr(config, name)})).replace("=", " ", 1)
 
 
 BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)  # for a boolean in YAML

@@ -63,6 +63,27 @@ def _gemms(module) -> dict:
     return {"": list(weights.values())} if weights else {}  # several: Q, K and V of one GEMM
 
 
+def count_gemms(model, has_run: bool) -> tuple[int, int]:
+    """Return how many of a model's GEMMs with a weight run in FP8, and how many it has. has_run: in the last
+    forward pass; else by the config, which must be that of one of the kit's files."""
+    in_fp8 = total = 0
+    for name, module in model.named_modules():
+        has_state = hasattr(module, "fp8_meta")
+        count = len(_gemms(module)) if has_state else int(isinstance(module, torch.nn.Linear))
+        if not any(parameter.dim() == 2 for parameter in module.parameters(recurse=False)):
+            continue  # a norm
+        total += count
+        if has_state and (module.fp8_meta["fp8_checkpoint"] if has_run else _is_fp8_chosen(model, name)):
+            in_fp8 += count
+    return in_fp8, total
+
+
+def _is_fp8_chosen(model, name: str) -> bool:
+    """Return whether the config runs the GEMMs of blocks.N.… or lm_head in FP8."""
+    config, (first, *others) = model.config, name.split(".")
+    return config.use_fp8 and (config.in_fp8(int(others[0])) if first == "blocks" else config.fp8_lm_head)
+
+
 def _delayed(module, tensor: str) -> dict:
     """Return the newest amax and the scale of a tensor under delayed scaling. TE's order in fp8_meta is
     input, weight, output of each GEMM in the forward pass; output gradient, input gradient in backward. The

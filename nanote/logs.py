@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import checkpoint, health, models, parallel, recipes
+from nanote import checkpoint, health, models, parallel
 from nanote.config import in_a_line
 
 MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
@@ -84,11 +84,11 @@ class Log:
         if loader.device.type == "cuda" and not models.is_file(config.model):
             size = sum(parameter.numel() for parameter in model.parameters())
             self.flops = models.flops_per_token(model.config, size, config.seq_len)
-        fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)
-        self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {recipes.describe()}, "
-                 f"--fp8-recipe {config.fp8_recipe} {fp8_format}; {models.describe(model)}")
+        device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
+        self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {device}, "
+                 f"{models.describe_fp8(model, config)}; {models.describe(model)}")
         tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
-        epochs = config.max_steps * tokens_per_step / tokens
+        epochs = loader.samples_before(config.max_steps + 1) * config.seq_len / tokens
         line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
         if epochs > MAX_EPOCHS:
             line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, parallel, recipes
+from nanote import checkpoint, health, parallel, recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -39,6 +39,9 @@ OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rms
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 CHECKED_FOR_FAST = {"attn_dropout", "attention"}  # FastConfig has no such fields: see _reason_against_fast
+ENGINES = {  # {package of a model's modules: its name}
+    "transformer_engine": f"Transformer Engine {recipes.TE_VERSION or ''}".rstrip(),
+    "fast_kernels": "fast_kernels", "te_reference": "te_reference, which emulates FP8"}
 INSTEAD = {  # what the kit's files that lack an option have
     "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
     "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}
@@ -70,15 +73,30 @@ def make_model(config, device, dtype, recipe, saved=None):
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
+        check_gemms(model, config)
     if config.offload_activations:
         from nanote.memory import offload_activations
         offload_activations(model, config.offload_activations)
     if config.loss_chunks > 1:
         from nanote.memory import chunk_loss
         chunk_loss(model, config.loss_chunks)
-    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
-    model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
+    model.choice = f"on {engine_of(model)}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
+
+
+def engine_of(model) -> str:
+    """Return the engine whose modules a model has, or PyTorch."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    return " and ".join(name for package, name in ENGINES.items() if package in packages) or "PyTorch"
+
+
+def check_gemms(model, config) -> None:
+    """Raise ValueError if one of the kit's models would run no GEMM in FP8."""
+    if is_file(config.model) or health.count_gemms(model, has_run=False)[0]:
+        return
+    raise ValueError(f"--fp8-skip-first {config.fp8_skip_first}, --fp8-skip-last {config.fp8_skip_last}, "
+                     f"--no-fp8-lm-head: leave no GEMM of {config.n_layer} blocks in FP8; skip fewer blocks, "
+                     "leave --no-fp8-lm-head out, or pass --fp8-recipe none")
 
 
 def ignored_options(config, fields) -> list[str]:
@@ -180,6 +198,18 @@ def describe(model):
     """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__}, {parameters:,} parameters, {getattr(model, 'choice', '')}"
+
+
+def describe_fp8(model, config) -> str:
+    """Return a line about the precision of a model of `make_model`: recipe, format, and how many GEMMs run in
+    FP8. Of your own model, those that did in an uncompiled pass, such as `check_first_pass`."""
+    if config.fp8_recipe == "none":
+        return "--fp8-recipe none"
+    fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)
+    in_fp8, total = health.count_gemms(model, has_run=is_file(config.model))
+    line = " ".join(filter(None, ["--fp8-recipe", config.fp8_recipe, fp8_format]))
+    advice = "" if in_fp8 else " (use te.Linear in te.autocast, or pass --fp8-recipe none)"
+    return f"{line}, {in_fp8} of {total} GEMMs in FP8{advice}"
 
 
 def check_first_pass(model, batch):

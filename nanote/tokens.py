@@ -272,6 +272,25 @@ class Loader:
         self._sample_of_step_0 = sample - step * self.samples_per_step  # may be negative
         self._prefetched = {}  # {step: future}, at most one
 
+    def continue_from(self, source, saved):
+        """Let the step after the checkpoint `source` read what the run has not read. saved: its meta.json.
+        The windows of an epoch and their order depend on the tokens, on seq_len and on the seed."""
+        step, options = saved["step"], saved["config"]
+        samples = saved.get("samples", step * self.samples_per_step)  # version 0.1 does not count them
+        before, now = (meta.get("train_sha256") for meta in (saved.get("corpus", self.meta), self.meta))
+        if samples and before != now:
+            samples = 0
+            if self.ranks.rank == 0:
+                print(f"--data: other tokens than those that {source} has read: read from their start")
+        for name in ("seq_len", "seed"):
+            value = getattr(self, name)
+            if samples and value != options[name]:
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: {source} has {options[name]}, and with another one data would "
+                                 "be read twice before the rest is read; leave it out, or start a new run "
+                                 f"with --init-from {source} {option}")
+        self.start_at(step + 1, samples)
+
     def batches(self, step):
         """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
         (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents + 1,): the

@@ -158,7 +158,7 @@ def test_what_a_run_says_and_leaves(tokens, capsys):
     options = f"{SHORT} --grad-accum 2 --checkpoint-interval 2 --keep-checkpoints 2 --log-interval 4"
     assert run_train(f"{options} --fp8-recipe block --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    engine, corpus, *_ = out.splitlines()
+    _, engine, corpus, *_ = out.splitlines()  # the first line: --fp8-amax-history-len has no effect
     assert engine.startswith("run from step 1: tiny on ") and "--fp8-recipe block e4m3" in engine
     assert corpus.startswith(f"{tokens}: ") and corpus.endswith(" epochs, 512 tokens a step")
     for wanted in ("6 steps are done", "run/loss.png", "run/metrics.jsonl", "run/step-6", "sample.py run"):
