@@ -140,24 +140,22 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and not is_kept(value):
                     raise ValueError(f"{_flag(name)} {value}: must be {rule}")
-        if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
-            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none")
-        if self.compile and self.fp8_health_interval:
-            raise ValueError("--fp8-health-interval: compiled code runs no hooks; leave --compile out")
+        self.check_together(os.environ.get("NANOTE_ENGINE"))  # None: recipes.make knows the engine
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
-        unsupported = [name for name in NOT_SHARDABLE if getattr(self, name)]
-        if self.parallel != "ddp" and unsupported:
-            raise ValueError(f"--parallel {self.parallel}: does not go with {_flag(unsupported[0])}; leave "
-                             "it out, or pass --parallel ddp")
+
+    def check_together(self, engine: str | None) -> None:
+        """Raise ValueError for options that do not go together, or not with this engine."""
+        if refusal := find_refusal(vars(self) | {"NANOTE_ENGINE": engine}):
+            one, others, reason = refusal
+            raise ValueError(f"{one}: does not go with {others}: {reason}; leave one of them out")
 
     def is_graphable(self, has_fp8_gpu: bool) -> bool:
         """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
-        reason = next((why for name, why in NOT_GRAPHABLE.items() if getattr(self, name)), "")
-        reason = reason if has_fp8_gpu else "there is no GPU with an FP8 engine here"
-        if reason and self.cuda_graph == "on":
-            raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
-        return self.cuda_graph != "off" and not reason
+        if self.cuda_graph == "on" and not has_fp8_gpu:
+            raise ValueError("--cuda-graph on: there is no GPU with an FP8 engine here; leave the option out")
+        is_refused = find_refusal(vars(self) | {"cuda_graph": "on"}, "cuda_graph") is not None
+        return has_fp8_gpu and self.cuda_graph != "off" and not is_refused
 
 
 # These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
@@ -175,14 +173,40 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
     "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
 }
-NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself
-NOT_GRAPHABLE = {  # options with which no CUDA graph of a step can be captured, and why
-    "compile": "--compile makes its own, with --compile-mode reduce-overhead",
-    "gradient_checkpointing": "--gradient-checkpointing reads random states on the host",
-    "offload_activations": "--offload-activations allocates host memory in every step",
-    "attn_dropout": "--attn-dropout's random numbers would repeat",
-    "fp8_param": "FusedAdam updates --fp8-param's weights from Python",
-}
+ON = True  # in REFUSED: any value that turns the option on
+SHARDED, WITHOUT_GRAPH, FAST = ("parallel", ("fsdp", "hsdp")), ("cuda_graph", ("on",)), ("model", ("fast",))
+WITHOUT_FP8, MUON = ("fp8_recipe", ("none",)), ("optimizer", ("muon",))
+NOT_DELAYED = ("fp8_recipe", ("current", "block", "mxfp8", "nvfp4", "custom"))
+# Options that do not go together, as (option, values), and why. The environment variable NANOTE_ENGINE counts
+# as an option. What a model file lacks has no entry here: its config has no such field.
+REFUSED = (
+    (SHARDED, ("fp8_param", ON), "weights in FP8 are not sharded"),
+    (SHARDED, ("compile", ON), "nobody has tested it with sharded weights"),
+    (SHARDED, ("offload_activations", ON), "nobody has tested it with sharded weights"),
+    (SHARDED, MUON, "it needs whole matrices"),
+    (MUON, ("fp8_param", ON), "Muon does not update weights stored in FP8"),
+    (WITHOUT_FP8, ("fp8_param", ON), "there is no FP8"),
+    (WITHOUT_FP8, ("fp8_health_interval", ON), "there is no FP8"),
+    (("compile", ON), ("fp8_health_interval", ON), "compiled code runs no hooks"),
+    (WITHOUT_GRAPH, ("compile", ON), "it makes its own, with --compile-mode reduce-overhead"),
+    (WITHOUT_GRAPH, ("gradient_checkpointing", ON), "it reads random states on the host"),
+    (WITHOUT_GRAPH, ("offload_activations", ON), "it allocates host memory in every step"),
+    (WITHOUT_GRAPH, ("attn_dropout", ON), "its random numbers would repeat"),
+    (WITHOUT_GRAPH, ("fp8_param", ON), "FusedAdam updates such weights from Python"),
+    (FAST, ("NANOTE_ENGINE", ("te", "reference")), "it runs on fast_kernels only"),
+    (FAST, NOT_DELAYED, "it has delayed scaling only"),
+    (FAST, ("dtype", ("float32",)), "its weights are BF16"),
+    (FAST, ("compile", ON), "it runs uncompiled, fastest in CUDA graphs"),
+    (FAST, ("fp8_param", ON), "its weights are BF16"),
+    (FAST, ("attn_dropout", ON), "its attention has no dropout"),
+    (FAST, ("fp8_health_interval", ON), "its fused modules cannot be measured"),
+    (FAST, ("attention", ("sdpa", "te", "flash")), "it has an attention kernel of its own"),
+    (FAST, ("offload_activations", ON), "it cannot move what it saves"),
+    (("NANOTE_ENGINE", ("fast",)), NOT_DELAYED, "fast_kernels has delayed scaling only"),
+    (("NANOTE_ENGINE", ("reference",)), ("fp8_recipe", ("nvfp4", "custom")), "only TE has this recipe"),
+    (("NANOTE_ENGINE", ("te",)), ("compile", ON), ("fp8_recipe", ("delayed",)),
+     "TE does not support delayed scaling under torch.compile; NANOTE_ENGINE=fast (Hopper) does"),
+)
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
@@ -210,6 +234,28 @@ WITHOUT_EFFECT = (
      lambda config: config.eval_only),
 )
 ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
+
+
+def find_refusal(options: dict, option: str | None = None) -> tuple[str, str, str] | None:
+    """Return the first entry of REFUSED whose options all apply, as they are typed: (one, the others, why).
+    `option`: only entries that begin with it."""
+    for *conditions, reason in REFUSED:
+        if option in (None, conditions[0][0]) and all(_applies(options, *some) for some in conditions):
+            one, *others = [_typed(name, options[name]) for name, _ in conditions]
+            return one, " and ".join(others), reason
+    return None
+
+
+def _applies(options: dict, name: str, values) -> bool:
+    value = options.get(name)
+    return bool(value) if values is ON else str(value).partition(":")[0] in values  # custom:module.function
+
+
+def _typed(name: str, value) -> str:
+    """Return an option as it is typed: "--compile", "--parallel fsdp", "NANOTE_ENGINE=te"."""
+    if name == "NANOTE_ENGINE":
+        return f"{name}={value}"
+    return _flag(name) if value is True else f"{_flag(name)} {value}"
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
@@ -329,13 +375,13 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     default = TrainConfig(**PRESETS[glance(arguments).preset])
     config = parse(TrainConfig, arguments, "train.py", default=default)
     config.typed = frozenset(names)
-    config.check()
-    _print_without_effect(config)
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
         if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
             raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
                              f"checkpoint; pass {_flag(name)} {value} on the command line")
+    config.check()
+    _print_without_effect(config)
     if folder:
         _check_resume(vars(config), saved, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)

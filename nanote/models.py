@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from nanote import checkpoint, health, parallel, recipes
-from nanote.config import PRESETS, TrainConfig, in_a_line
+from nanote.config import PRESETS, TrainConfig, find_refusal, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -173,23 +173,15 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
 
 def _reason_against_fast(options: dict, dtype) -> str:
     """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
-    recipe = options["fp8_recipe"]
-    unsupported = {
-        "there is no GPU": not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-        f"NANOTE_ENGINE={recipes.ENGINE} is set": os.environ.get("NANOTE_ENGINE", "fast") != "fast",
-        f"it has no --fp8-recipe {recipe}": recipe not in ("delayed", "none"),
-        f"it has no weights in {str(dtype).removeprefix('torch.')}": dtype != torch.bfloat16,
-        "it does not compile": options["compile"],
-        "it has no --fp8-param": options["fp8_param"],
-        "it has no --attn-dropout": options["attn_dropout"] > 0,
-        "it has no modules for --fp8-health-interval": options["fp8_health_interval"] > 0,
-        f"it has no --attention {options['attention']}": options["attention"] not in ("auto", None),
-        "it has no --offload-activations": options["offload_activations"] > 0,
-        f"--n-embd {options['n_embd']} is over 16384": options["n_embd"] > 16384,  # the norms' limit
-    }
-    for reason, applies in unsupported.items():
-        if applies:
-            return reason
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available() and not is_interpreted:
+        return "there is no GPU"
+    if options["n_embd"] > 16384:  # the norms' limit
+        return f"--n-embd {options['n_embd']} is over 16384"
+    engine = {"model": "fast", "NANOTE_ENGINE": os.environ.get("NANOTE_ENGINE")}
+    precision = {"dtype": str(dtype).removeprefix("torch.")}
+    if refusal := find_refusal(options | engine | precision, "model"):
+        return f"{refusal[1]}: {refusal[2]}"
     from fast_kernels import modules  # needs Triton
     return modules.unsupported_reason()
 

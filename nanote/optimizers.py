@@ -74,7 +74,7 @@ def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
     is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
-    matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
+    matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     parameters = [p for p in parallel.local_parameters(model) if all(p is not matrix for matrix in matrices)]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
@@ -109,14 +109,10 @@ def init_master_weights(model, optimizer) -> None:
             parameter.clear_high_precision_init_val()
 
 
-def matrices_of_blocks(model, fp8_param: bool) -> list:
+def matrices_of_blocks(model) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
-    if fp8_param:
-        raise ValueError("--optimizer muon: does not update weights stored in FP8; leave --fp8-param out")
-    if parallel.mesh(model) is not None:
-        raise ValueError("--parallel fsdp, hsdp: does not go with --optimizer muon; pass --parallel ddp")
     return matrices

@@ -65,10 +65,8 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name == "delayed" and config.compile and HAS_TE:
-        raise ValueError(f"--compile: {DESCRIPTIONS[ENGINE]} does not support DelayedScaling under "
-                         "torch.compile; set NANOTE_ENGINE=fast (Hopper) or reference, or pass --fp8-recipe "
-                         "current or none")
+    if config.compile:
+        config.check_together(ENGINE)
     if custom:
         module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
         try:

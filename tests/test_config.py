@@ -122,12 +122,12 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--max-steps 0", "--max-steps 0: must be at least 1"), ("--lr nan", "--lr nan: must be a number"),
     ("--weight-decay 1e39", "--weight-decay 1e+39: must be a number that float32 can hold"),
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
-    ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
+    ("--fp8-recipe none --fp8-param", "--fp8-recipe none: does not go with --fp8-param: there is no FP8"),
     *((f"--{name} {number}", f"--{name} {number}: must be at least 1")
       for name in ("n-inner", "head-dim", "n-kv-head", "n-embd") for number in (0, -8)),
     ("--compile-fullgraph", "without effect; pass --compile too"),
-    ("--compile --fp8-health-interval 9", "--fp8-health-interval: compiled code runs no hooks"),
-    ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
+    ("--compile --fp8-health-interval 9", "--compile: does not go with --fp8-health-interval 9: compiled code"),
+    ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param: weights in FP8"),
     ("--parallel fsdp --offload-activations 2", "does not go with --offload-activations")])
 def test_options_that_are_impossible_are_refused(given, words):
     assert words in error_of(given)

@@ -181,7 +181,9 @@ def test_any_function_can_be_replayed():
 
 
 def test_on_is_refused_where_graphs_are_impossible():
-    with pytest.raises(ValueError, match="--cuda-graph on: --compile makes its own.*leave the option out"):
-        TrainConfig(cuda_graph="on", compile=True).is_graphable(has_fp8_gpu=True)
+    with pytest.raises(ValueError, match="--cuda-graph on: does not go with --compile: it makes its own"):
+        TrainConfig(cuda_graph="on", compile=True).check()
+    with pytest.raises(ValueError, match="--cuda-graph on: there is no GPU.*leave the option out"):
+        TrainConfig(cuda_graph="on").is_graphable(has_fp8_gpu=False)
     assert not TrainConfig().is_graphable(has_fp8_gpu=False) and TrainConfig().is_graphable(has_fp8_gpu=True)
     assert not TrainConfig(attn_dropout=0.1).is_graphable(has_fp8_gpu=True)
