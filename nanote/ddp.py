@@ -139,7 +139,7 @@ class Gradients:
         bucket, gradient = self.bucket_of[parameter], parameter.grad
         in_main_grad = parameter.grad_added_to_main_grad
         if in_main_grad and gradient is not None and gradient.data_ptr() != parameter.main_grad.data_ptr():
-            parameter.main_grad.copy_(gradient)  # a tied weight: autograd has added the embedding's
+            parameter.main_grad.copy_(gradient)  # autograd has added the gradient of another use
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
