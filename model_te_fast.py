@@ -115,7 +115,7 @@ def rope_tables(positions, head_dim, theta):
 
 
 class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> (Stream, Branch)."""
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> fused.Output."""
 
     def __init__(self, config):
         super().__init__()
@@ -135,16 +135,16 @@ class Attention(nn.Module):
         y = packed_attention(
             qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
             cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
-        return stream, fused.linear(y.flatten(0, 1), self.proj, **first)
+        return fused.Output(stream, fused.linear(y.flatten(0, 1), self.proj, **first))
 
 
 class MLP(te.LayerNormMLP):
-    """Norm, linear, activation, linear: Stream -> (Stream, Branch)."""
+    """Norm, linear, activation, linear: Stream -> fused.Output."""
 
     def forward(self, stream, is_first_microbatch=None):
         first = dict(is_first_microbatch=is_first_microbatch)
         stream, hidden = fused.norm_linear(stream, self, "fc1", **first)
-        return stream, fused.activation_linear(hidden, self, **first)
+        return fused.Output(stream, fused.activation_linear(hidden, self, **first))
 
 
 class Block(nn.Module):

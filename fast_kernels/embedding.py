@@ -55,10 +55,13 @@ def _check(tokens, weight, positions, position_weight):
         if x.dim() != 2 or not x.is_contiguous() or x.dtype != weight.dtype or x.shape[1] != weight.shape[1]:
             raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
                              f"matrices of one dtype, with {weight.shape[-1]} columns")
-    are_int64 = tokens.dtype == positions.dtype == torch.int64
-    if not are_int64 or tokens.dim() != 2 or positions.shape not in (tokens.shape, tokens.shape[1:]):
-        raise ValueError(f"fast_kernels.embedding.embed: tokens {tuple(tokens.shape)}: must be (B, S), and "
-                         "positions (S,) or (B, S), all torch.int64")
+    for name, x in dict(tokens=tokens, positions=positions).items():
+        if x.dtype != torch.int64:
+            raise ValueError(f"fast_kernels.embedding.embed: {name} are {x.dtype}: must be torch.int64; call "
+                             ".long()")
+    if tokens.dim() != 2 or positions.shape not in (tokens.shape, tokens.shape[1:]):
+        raise ValueError(f"fast_kernels.embedding.embed: tokens {tuple(tokens.shape)}, positions "
+                         f"{tuple(positions.shape)}: must be (B, S), and (S,) or (B, S)")
 
 
 def _setup_context(ctx, inputs, output):

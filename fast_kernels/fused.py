@@ -55,6 +55,12 @@ class Layer:
     after_backward: Callable | None  # in the first module of the pass, updates gradients' scales; FP8 only
 
 
+def _no_arithmetic(self, other):
+    """Raise TypeError where a tuple would be repeated or concatenated."""
+    raise TypeError(f"{type(self).__name__}: has no + and *, for instance in a hook of attention or MLP; "
+                    "compute with branch.value() or stream.value(), and make fused.Branch(x) or Stream(x)")
+
+
 class Branch(NamedTuple):
     """The output of a GEMM, to which its bias is still to be added: x (N, C) + bias (C,)."""
 
@@ -65,6 +71,8 @@ class Branch(NamedTuple):
     def value(self) -> torch.Tensor:
         """Return x + bias, (N, C), for an operation that is not one of these."""
         return self.x if self.bias is None else self.x + self.bias
+
+    __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
 class Stream(NamedTuple):
@@ -81,6 +89,17 @@ class Stream(NamedTuple):
         """Return the sum, (N, C)."""
         return self.residual if self.branch is None else self.residual + self.branch.value()
 
+    __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
+
+
+class Output(NamedTuple):
+    """What attention and MLP return: the stream, and the branch that is to be added to it."""
+
+    stream: Stream
+    branch: Branch
+
+    __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
+
 
 def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_microbatch=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
@@ -89,6 +108,9 @@ def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_mic
     tied_dweight: a list that the weight's gradient is appended to, not passed through autograd; see `embed`.
         It may be passed at each of several uses of the weight.
     """
+    if not isinstance(stream, Stream):
+        raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
+                        "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
     weights = module.layer_norm_weight, module.layer_norm_bias
     branch, branch_bias, gradient = stream.branch or Branch(None)
     layer = module.layer(name, (stream.residual, branch, branch_bias, *weights), is_first_microbatch)

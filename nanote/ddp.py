@@ -7,6 +7,7 @@ autograd's other gradients are copied or added. Ranks reduce a bucket of gradien
 as soon as its last one is there (arXiv:2006.15704, section 3.2), or send it to peers (nanote/peers.py).
 """
 import contextlib
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -69,8 +70,14 @@ class Gradients:
         self._allocate(dtype)
         device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.ranks > 1 else None
+        collect = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
+
+        def hook(parameter):
+            if (collect_of_owner := collect()) is not None:
+                collect_of_owner(parameter)
+
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._collect)
+            parameter.register_post_accumulate_grad_hook(hook)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
 
     def _allocate(self, dtype):
@@ -132,7 +139,7 @@ class Gradients:
         bucket, gradient = self.bucket_of[parameter], parameter.grad
         in_main_grad = parameter.grad_added_to_main_grad
         if in_main_grad and gradient is not None and gradient.data_ptr() != parameter.main_grad.data_ptr():
-            parameter.main_grad.copy_(gradient)  # a tied weight: autograd has added the embedding's
+            parameter.main_grad.copy_(gradient)  # autograd has added the gradient of another use
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "

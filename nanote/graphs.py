@@ -92,8 +92,8 @@ class CudaGraph:
             _end_failed_capture(self.pool)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; pass "
-                             "--cuda-graph off") from error
+            raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; call the "
+                             "function without CudaGraph, or pass --cuda-graph off to train.py") from error
         return graph, tree_leaves(arguments), output, kept
 
 

@@ -145,11 +145,12 @@ def test_operations_are_registered():
 
 @pytest.mark.parametrize("change, message", [
     (lambda t, w, p, pw: (t, w, p, None), "both or neither"),
-    (lambda t, w, p, pw: (t.int(), w, p, pw), "int64"),
+    (lambda t, w, p, pw: (t.int(), w, p, pw), r"tokens are torch.int32: must be .*; call \.long\(\)"),
+    (lambda t, w, p, pw: (t, w, p.int(), pw), r"positions are torch.int32: must be .*; call \.long\(\)"),
     (lambda t, w, p, pw: (t, w.T, p, pw), "contiguous"),
     (lambda t, w, p, pw: (t, w, p, pw.double()), "dtype"),
     (lambda t, w, p, pw: (t, w, p, pw[:, :16].contiguous()), "32 columns"),
-    (lambda t, w, p, pw: (t, w, p[:5], pw), r"must be \(B, S\)")])
+    (lambda t, w, p, pw: (t, w, p[:5], pw), r"positions \(5,\): must be \(B, S\)")])
 def test_invalid_arguments_raise(change, message):
     weight, tokens = torch.randn(50, 32, device=DEVICE), torch.zeros(2, 9, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=message):

@@ -428,6 +428,44 @@ def test_pytorchs_ways_to_restore_keep_the_fp8_state():
     assert_equal(train_step(restored, find=False), train_step(model, find=False))
 
 
+def times_two(module, inputs, output):
+    return output * 2
+
+
+@pytest.mark.parametrize("part, hook", [
+    (lambda block: block.mlp, times_two), (lambda block: block.attn, times_two),
+    (lambda block: block, times_two),
+    (lambda block: block.mlp, lambda module, inputs, output: (output[0], 2 * output[1])),
+    (lambda block: block.mlp, lambda module, inputs, output: output + (1.0,))])
+def test_a_hook_that_repeats_a_tuple_is_one_line(part, hook):
+    model = make_model(use_fp8=False)
+    part(model.blocks[0]).register_forward_hook(hook)
+    with pytest.raises(TypeError, match=r"compute with branch.value\(\) or stream.value\(\)") as raised:
+        model(*make_tokens(0))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_hook_changes_the_output_of_the_mlp():
+    model, batch = make_model(use_fp8=False), make_tokens(0)
+    with torch.no_grad():
+        before = model(*batch)
+        model.blocks[0].mlp.register_forward_hook(
+            lambda module, inputs, output: (output.stream, Branch(output.branch.value() * 2)))
+        assert model(*batch) != before
+        model.blocks[0].mlp.fc2_weight /= 2
+        model.blocks[0].mlp.fc2_bias /= 2
+        assert model(*batch) == before
+
+
+def test_a_reentrant_checkpoint_of_a_block_is_one_line():
+    model = make_model(use_fp8=False)
+    forward = model.blocks[0].forward
+    model.blocks[0].forward = lambda *inputs: torch.utils.checkpoint.checkpoint(
+        forward, *inputs, use_reentrant=True)
+    with pytest.raises(TypeError, match="a tuple, not a Stream, .* use te.checkpoint"):
+        model(*make_tokens(0))
+
+
 # ---------------------------------------------------------------- sharded by FSDP2
 
 def train_microbatches(model, microbatches, is_sharded):
