@@ -145,14 +145,18 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
     with closing(stop), closing(log), make_profiler(config.profile, config.out_dir, loader.device) as profile:
         for step in range(step + 1, config.max_steps + 1):
             optimizer.set_lr(learning_rate(step, config))
-            batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
+            batches = loader.batches(step) if loader.has_labels(step) else []  # without a label: no update
+            measure = bool(batches) and is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
-            with profile(step):
-                with log.fp8_health(step, model) if measure else nullcontext():
-                    loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
-                               for i, batch in enumerate(zip(batches, loader.divisors(step))))
-                norm = update()
-            log.add(step, loss, norm)
+            if batches:
+                with profile(step):
+                    with log.fp8_health(step, model) if measure else nullcontext():
+                        loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
+                                   for i, batch in enumerate(zip(batches, loader.divisors(step))))
+                    norm = update()
+                log.add(step, loss, norm)
+            else:
+                log.add_without_labels(step)
             is_last, is_stopped = step == config.max_steps, stop.agreed()
             should_log = is_due(step, config.log_interval, step == 1 or is_last or is_stopped)
             should_eval = is_due(step, config.eval_interval, step == 1 or is_last)
@@ -315,7 +319,7 @@ def write_start(folder: str, options: dict, source: Path | None, first_step: int
     if source and checkpoint.latest(folder) != source:
         raise ValueError(f"{folder}: another process has trained past {source} meanwhile; start again")
     logs.cut(folder, first_step)  # also of a run that was killed before its first checkpoint
-    Path(folder, "config.json").write_text(json.dumps(options, indent=2) + "\n")
+    logs.replace_file(Path(folder, "config.json"), json.dumps(options, indent=2) + "\n")
 
 
 def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
@@ -344,10 +348,14 @@ def summarize(folder: str, step: int, max_steps: int, model: str, fp8_recipe: st
     if step < max_steps:
         print(f"stopped after step {step}; saved {saved}; resume with: {command}")
     else:
-        print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
-              f"loss curve   {folder}/loss.png, after the first evaluation\n"
-              f"metrics      {folder}/metrics.jsonl, and: tensorboard --logdir {place}/tensorboard\n"
-              f"checkpoint   {saved}\n"
+        print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}")
+        files = {"loss.png": f"loss curve   {folder}/loss.png",
+                 "metrics.jsonl": f"metrics      {folder}/metrics.jsonl",
+                 "tensorboard": f"curves       tensorboard --logdir {place}/tensorboard"}
+        for name, line in files.items():
+            if Path(folder, name).exists():
+                print(line)
+        print(f"checkpoint   {saved}\n"
               f"text         python sample.py {place}{own_model}")
 
 
@@ -357,9 +365,10 @@ def run(argv=None) -> int:
     try:
         main(config)
     except logs.Diverged as error:
-        recipe = "current" if config.fp8_recipe == "delayed" else "none"
-        print(f"train.py: {error}; try --lr {config.lr / 3:.1e}, --grad-clip "
-              f"{config.grad_clip / 2 or 1.0} or --fp8-recipe {recipe}", file=sys.stderr)
+        advice = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
+        if config.fp8_recipe != "none":
+            advice.append("--fp8-recipe " + ("current" if config.fp8_recipe == "delayed" else "none"))
+        print(f"train.py: {error}; try {', '.join(advice[:-1])} or {advice[-1]}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / 2**30

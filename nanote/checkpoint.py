@@ -40,6 +40,7 @@ def step_of(folder) -> int | None:
 
 def list_checkpoints(run_dir) -> list[Path]:
     """Return the run's checkpoints, oldest first."""
+    check_readable(run_dir)
     folders = [path for path in Path(run_dir).glob("step-*") if path.is_dir() and step_of(path) is not None]
     return sorted(folders, key=step_of)
 
@@ -57,10 +58,22 @@ def last_good(run_dir, last_step: int, skipped=()) -> Path | None:
 
 def find(path) -> Path:
     """Return the checkpoint at `path`: a step-<n> folder itself, or the latest of a run folder."""
+    check_readable(path)
     folder = Path(path) if step_of(path) is not None else latest(path)
     if folder is None or not folder.is_dir():
         raise ValueError(f"{path}: holds no checkpoint; name another run, or train without --resume")
     return folder
+
+
+def check_readable(folder) -> None:
+    """Raise PermissionError if the user has no right to read a folder, where pathlib finds it empty."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            os.listdir(folder)
+            os.stat(os.path.join(folder, "."))  # needs the right to search the folder
+        except PermissionError as error:
+            raise PermissionError(f"{folder}: cannot be read ({error.strerror}); change its rights, or name "
+                                  "another run") from None
 
 
 class Saver:

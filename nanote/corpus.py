@@ -44,6 +44,7 @@ def text_documents(paths, columns, left_out):
 
 def sources_below(folder):
     """Return the paths of the files below a folder; of a dataset saved by save_to_disk, its folder."""
+    os.listdir(folder)  # PermissionError if it cannot be read, which os.walk ignores
     files = files_below(folder)
     saved = {parent for parent in map(os.path.dirname, files) if is_saved_dataset(parent)}
     splits = {os.path.dirname(parent) for parent in saved}  # a DatasetDict names them in dataset_dict.json

@@ -40,12 +40,15 @@ def describe_val_loss(val_loss: float, meta: dict) -> str:
     return f"validation loss {val_loss:.4f} {unit}" + (f", {bits:.4f} bits a byte" if bits else "")
 
 
-def open_board(folder: str, options: dict, first_step: int):
-    """Return the functions log(scalars, step) and close() of TensorBoard, or with --wandb of wandb."""
-    if options["wandb"]:
-        import wandb  # optional
-        run = wandb.init(project=options["wandb"], name=Path(folder).name, dir=folder, config=options)
-        return run.log, run.finish
+def open_wandb(folder: str, options: dict):
+    """Return the functions log(scalars, step) and close() of Weights & Biases."""
+    import wandb  # optional
+    run = wandb.init(project=options["wandb"], name=Path(folder).name, dir=folder, config=options)
+    return run.log, run.finish
+
+
+def open_tensorboard(folder: str, first_step: int):
+    """Return the functions log(scalars, step) and close() of TensorBoard."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import
     writer = SummaryWriter(str(Path(folder, "tensorboard")), purge_step=first_step)
 
@@ -66,17 +69,22 @@ class Log:
         self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
         self.first_step, self.step = first_step, first_step - 1
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
+        self.without_labels = set()  # steps that changed nothing
         self.skipped, self.finite = [], None  # steps; (loss, gradient norm) of the last that was not skipped
         self.skipped_before = list(skipped_before)
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
+        self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
         self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step",
                         disable=None if self.is_writer else True)  # None: no bar without a terminal
-        self.board = (lambda scalars, step: None, lambda: None)  # until one opens
+        self.boards = {}  # {name: its functions log(scalars, step) and close()}
         if self.is_writer:
-            with self._reporting(f"--wandb {config.wandb}" if config.wandb else "tensorboard"):
-                self.board = open_board(self.folder, vars(config), first_step)
+            with self._reporting("tensorboard"):
+                self.boards["tensorboard"] = open_tensorboard(self.folder, first_step)
+        if self.is_writer and config.wandb:
+            with self._reporting(f"--wandb {config.wandb}"):
+                self.boards["wandb"] = open_wandb(self.folder, vars(config))
 
     def start(self, model, reason: str) -> None:
         """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
@@ -108,11 +116,19 @@ class Log:
         self.step, self.steps = step, self.steps + 1
         self.bar.update()
 
+    def add_without_labels(self, step: int) -> None:
+        """Note a step in which no token of any rank is a label, so that it changed nothing."""
+        self.without_labels.add(step)
+        self.say(f"step {step}: no token is a label: skipped")
+        self.step = step
+        self.bar.update()
+
     def read(self) -> None:
         """Wait for the device, and note the steps whose loss or gradient norm is not finite, which were
         skipped. Collective. Raises Diverged after too many of them."""
-        values = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
-        for (step, *_), (loss, norm) in zip(self.pending, parallel.sum_over_ranks(values).tolist()):
+        values = [torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending]
+        values = parallel.sum_over_ranks(torch.stack(values)).tolist() if values else []
+        for (step, *_), (loss, norm) in zip(self.pending, values):
             if math.isfinite(loss + norm):
                 self.finite = loss, norm
                 continue
@@ -141,10 +157,11 @@ class Log:
                  "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
 
     def record(self, step: int, lr: float) -> dict:
-        """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""
-        loss, norm = self.finite or (None, None)
-        self.seconds_per_step = self.seconds / self.steps
-        tokens_per_s = self.loader.tokens_per_step / self.seconds_per_step
+        """Return the line of metrics.jsonl; call `read` first. The loss is that of the last finite step; None
+        if no step was finite yet, or if this one had no label."""
+        loss, norm = (None, None) if step in self.without_labels else self.finite or (None, None)
+        self.seconds_per_step = self.seconds / max(1, self.steps)
+        tokens_per_s = self.loader.tokens_per_step * self.steps / self.seconds
         self.seconds, self.steps, mfu, peak_gib = 0.0, 0, None, None
         if self.loader.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
@@ -161,18 +178,20 @@ class Log:
         """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
         if not math.isfinite(record.get("val_loss", 0)):
             raise Diverged(f"step {record['step']}: validation loss {record['val_loss']}")
-        if not self.is_writer or record["loss"] is None:
-            return
         step, left = record["step"], self.config.max_steps - record["step"]
+        has_loss = record["loss"] is not None
+        if not self.is_writer or not has_loss and step not in self.without_labels:
+            return
         record = record | {"seconds": time.perf_counter() - self.started}
         self._append("metrics.jsonl", record)
-        if "val_loss" in record:
-            with self._reporting("loss.png"):
-                plot_losses(self.folder)
-        with self._reporting("tensorboard or wandb"):
-            self.board[0]({name: value for name, value in record.items() if value is not None}, step=step)
-        line = (f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-                f"{record['tokens_per_s']:,.0f} tokens/s")
+        self.is_plotted = "val_loss" in record
+        if self.is_plotted:
+            self._plot_losses()
+        for name, (log, _) in self.boards.items():
+            with self._reporting(name):
+                log({name: value for name, value in record.items() if value is not None}, step=step)
+        loss = f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}" if has_loss else "no label"
+        line = f"{loss}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s"
         for name, shown in SHOWN.items():
             if record.get(name) is not None:
                 line += "  " + shown.format(record[name])
@@ -199,18 +218,25 @@ class Log:
                 pass  # a full disk does not stop a run
 
     def close(self) -> None:
-        """Write what waits, and draw fp8_health.png."""
+        """Write what waits, and draw loss.png and fp8_health.png."""
         self.bar.close()
         if not self.is_writer:
             return
         for name in self.waiting:
             self._append(name)
-        with self._reporting("tensorboard or wandb"):
-            self.board[1]()
+        for name, (_, close) in self.boards.items():
+            with self._reporting(name):
+                close()
+        if not self.is_plotted:  # since the last record
+            self._plot_losses()
         if "fp8_health.jsonl" in self.waiting:  # something was measured
             with self._reporting("fp8_health.png"):
                 records = read_metrics(Path(self.folder, "fp8_health.jsonl"))
                 health.plot(records, Path(self.folder, "fp8_health.png"), self.folder, self.config.fp8_format)
+
+    def _plot_losses(self) -> None:
+        with self._reporting("loss.png"):
+            plot_losses(self.folder)
 
     def _append(self, name: str, *records: dict) -> None:
         """Append records to a file, after those that could not be written before."""
@@ -227,7 +253,10 @@ class Log:
         try:
             yield
         except Exception as error:  # of many kinds; none of them is worth the run
-            self.say(f"step {self.step}: {what} is not written: {in_a_line(error)}; training continues")
+            reason = in_a_line(error)
+            if isinstance(error, ModuleNotFoundError):
+                reason = f"{error.name} is not installed; pip install {error.name}"
+            self.say(f"step {self.step}: {what} is not written: {reason}; training continues")
 
 
 def read_metrics(path) -> list[dict]:
@@ -250,8 +279,19 @@ def cut(folder, first_step: int) -> None:
     records = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
     for path, of_path in records.items():
         kept = [json.dumps(record) + "\n" for record in of_path if record["step"] < first_step]
-        path.with_suffix(".tmp").write_text("".join(kept))
-        path.with_suffix(".tmp").replace(path)
+        replace_file(path, "".join(kept))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file, or leave it as it was and raise an OSError that names it."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def plot_losses(folder) -> None:
@@ -261,8 +301,9 @@ def plot_losses(folder) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
-        shown = [record for record in records if name in record]
-        axes.plot([r["step"] for r in shown], [r[name] for r in shown], style, lw=1.2, ms=4, label=label)
+        shown = [record for record in records if record.get(name) is not None]
+        if shown:
+            axes.plot([r["step"] for r in shown], [r[name] for r in shown], style, lw=1.2, ms=4, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
     axes.legend()
     figure.savefig(Path(folder, "loss.png"), dpi=150)

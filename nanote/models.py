@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -224,10 +225,20 @@ def check_first_pass(model, batch):
                                  "it from parameters that require one, without detach() or torch.no_grad()")
             loss.backward()
     except torch._dynamo.exc.TorchDynamoException as error:
-        reason = in_a_line(getattr(error, "inner_exception", error))
+        reason = reason_of_graph_break(error)
         raise ValueError(f"--compile: {name} does not compile: {reason}; leave it out") from error
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def reason_of_graph_break(error) -> str:
+    """Return what torch.compile cannot trace, in one line: file:line of the model's code, and the reason."""
+    text = str(error)
+    places = re.findall(r'File "(.+)", line (\d+)', text.partition("from user code:")[2])
+    place = ":".join(places[-1]) + ": " if places else ""  # the innermost call
+    explanation = re.search(r"Explanation: (.+)", text)
+    reason = in_a_line(getattr(error, "inner_exception", error))
+    return place + reason + (f": {explanation[1].removesuffix('.')}" if explanation else "")
 
 
 def flops_per_token(model_config, parameters: int, seq_len: int) -> float:

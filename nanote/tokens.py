@@ -260,6 +260,7 @@ class Loader:
         # train: one window less, so that any starting offset gives the same number of windows
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
+        self._label_counts = lru_cache(1)(self._label_counts)
         self.start_at(1, 0)
         self._thread = ThreadPoolExecutor(1, "loader")
 
@@ -305,12 +306,13 @@ class Loader:
         all ranks is then the mean over the step's labels. () without a mask: all have as many labels."""
         if self.mask is None:
             return [()] * self.grad_accum
-        first = self.samples_before(step)
-        starts = self._starts(range(first, first + self.samples_per_step))
-        labels = self.mask[starts[:, None] + np.arange(1, self.seq_len + 1)].sum(1, dtype=np.int64)
-        counts = labels.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
+        counts = self._label_counts(self.samples_before(step))
         divisors = [max(1, counts.sum()) / own if own else np.inf for own in counts[:, self.ranks.rank]]
         return [(torch.tensor(value).float().to(self.device, non_blocking=True),) for value in divisors]
+
+    def has_labels(self, step):
+        """Return whether any token of a step, of all its micro-batches and ranks, is a label."""
+        return self.mask is None or bool(self._label_counts(self.samples_before(step)).any())
 
     def evaluation(self, tokens):
         """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split. They are whole
@@ -341,6 +343,13 @@ class Loader:
                 tensors[1][0, 0] = 0  # the mean over no label is NaN; `divisors` gives this one no weight
             micro_batches.append(tensors)
         return micro_batches
+
+    def _label_counts(self, first):
+        """Return the labels of each micro-batch of each rank, (grad_accum, ranks), of the step that begins
+        with the sample `first`."""
+        starts = self._starts(range(first, first + self.samples_per_step))
+        labels = self.mask[starts[:, None] + np.arange(1, self.seq_len + 1)].sum(1, dtype=np.int64)
+        return labels.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
 
     def _starts(self, samples):
         """Return where the windows of these samples begin."""

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -17,7 +18,9 @@ import torch
 
 import sample
 import train
-from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train, sign, tree
+from nanote import checkpoint
+from nanote.tokens import write_tokens
+from trainer_tools import OPTIONS, ROOT, fork_ranks, make_tokens, metrics, run_script, run_train, sign, tree
 
 SHORT = f"{OPTIONS} --n-layer 1 --max-steps 2"
 TRAIN = f"{SHORT} --data tokens"
@@ -144,7 +147,76 @@ def test_a_reader_that_goes_away_stops_the_run_in_order(world, tmp_path):
     assert list((tmp_path / "run").glob("step-*/meta.json"))
 
 
+@pytest.mark.parametrize("rights", [0o000, 0o444, 0o111])
+def test_a_folder_without_rights_is_said_to_be_unreadable(world, in_tmp_path, rights):
+    """Also to a superuser's test, which gives its own rights up in a fork."""
+    shutil.copytree(world / "out/good", "run")
+    shutil.copytree(world / "tokens", "tokens")
+    os.chmod(".", 0o755)
+    os.chmod("run", rights)
+
+    def commands():
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        codes = [run_train("--resume --out-dir run"), run_train(f"{TRAIN} --init-from run"),
+                 run_script("sample.py", ["run"])]
+        assert codes == [2, 2, 2]
+
+    try:
+        [said] = fork_ranks(commands, count=1)
+    finally:
+        os.chmod("run", 0o755)
+    for line in said.splitlines():
+        assert re.match(r"(train|sample).py: run(/tokenizer.json)?: .*Permission denied", line), said
+    assert "train.py: run: cannot be read (Permission denied); change its rights" in said
+
+
 # ---------------------------------------------------------------- what a run records
+
+def test_the_last_lines_name_what_is_there(world, in_tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    arguments = f"{SHORT} --eval-interval 0 --fp8-recipe none --wandb mine --out-dir run"
+    assert run_train(arguments, f"{world}/tokens") == 0
+    said = capsys.readouterr().out
+    assert "tensorboard is not written: " in said and "--wandb mine is not written: wandb is not inst" in said
+    summary = said[said.index("2 steps are done"):]
+    assert "tensorboard" not in summary
+    for name in ("loss.png", "metrics.jsonl", "step-2"):
+        assert f" run/{name}\n" in summary and Path("run", name).exists()
+
+
+@pytest.mark.parametrize("recipe, advice", [
+    ("none", "try --lr 3.3e+37 or --grad-clip 0.5\n"), ("current", "--grad-clip 0.5 or --fp8-recipe none\n"),
+    ("delayed", "--grad-clip 0.5 or --fp8-recipe current\n")])
+def test_a_run_that_diverges_is_not_advised_what_it_did(world, in_tmp_path, capsys, recipe, advice):
+    run = f"{OPTIONS} --n-layer 1 --max-steps 20 --fp8-recipe {recipe} --lr 1e38 --warmup-steps 0"
+    assert run_train(f"{run} --eval-interval 0 --checkpoint-interval 0 --out-dir run", f"{world}/tokens") == 1
+    assert capsys.readouterr().err.endswith(advice)
+
+
+@pytest.mark.parametrize("options", [
+    "--fp8-health-interval 1", pytest.param("--device cuda", marks=pytest.mark.gpu)])
+def test_a_step_without_a_label_changes_nothing(in_tmp_path, capsys, options):
+    """On a GPU steps are CUDA graphs."""
+    write_tokens([["q" * 250, "an answer"] for _ in range(60)], "set", val_fraction=0.2, answers_only=True)
+    run = (f"{OPTIONS} --n-layer 1 --micro-batch-size 1 --grad-accum 2 --max-steps 12 --log-interval 1 "
+           "--eval-interval 5 --checkpoint-interval 1 --keep-checkpoints 20")
+    assert run_train(f"{run} --out-dir run {options}", "set") == 0
+    said = capsys.readouterr().out
+    without = [int(step) for step in re.findall(r"step (\d+): no token is a label: skipped", said)]
+    assert 0 < len(without) < 12 and said.count("  no label  ") == len(without)
+    records = metrics("run")
+    assert [record["step"] for record in records if record["loss"] is None] == without
+    assert [record["step"] for record in records] == [*range(1, 13)]
+    stored = {step: checkpoint.read_tensors(f"run/step-{step}", ("model.", "optimizer.", "fp8."))
+              for step in range(1, 13)}
+    for step in range(2, 13):
+        before, after = stored[step - 1], stored[step]
+        is_equal = all(torch.equal(value, after[name]) for name, value in before.items())
+        assert is_equal == (step in without), step
+
+
 
 def test_eval_only_prints_the_loss_and_writes_nothing(world, monkeypatch, capsys):
     monkeypatch.chdir(world)

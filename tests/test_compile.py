@@ -210,6 +210,7 @@ def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypat
         raise NotImplementedError("first line\nsecond line")
 
     if option == "--compile-fullgraph":
+        words = [*words, f"{__file__}:{untraceable.__code__.co_firstlineno + 1}: Call to "]
         monkeypatch.setattr(te_reference.LayerNormMLP, "forward", untraceable)
     else:
         monkeypatch.setattr(torch, "compile", lambda net, **_: compile_(net, backend=broken))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanote import logs, models
-from nanote.config import TrainConfig
+from nanote.config import TrainConfig, in_a_line
 from nanote.parallel import Ranks
 from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses
@@ -107,19 +107,75 @@ def test_a_run_without_a_finite_step_has_diverged(start):
 
 @pytest.mark.parametrize("room", [0, 10])  # bytes
 def test_a_full_disk_does_not_stop_a_run(start, monkeypatch, capsys, room):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    log = start(wandb="mine")
+    log = start()
     train(log, [4.0])
     with largest_file(Path("run/metrics.jsonl").stat().st_size + room):
         train(log, [3.0], first_step=2)
     assert losses("run") == [4.0] and Path("run/metrics.jsonl").read_text().endswith("}\n")
     train(log, [2.0], first_step=3)
-    said = capsys.readouterr().out
-    assert "--wandb mine is not written: " in said and "step 2: metrics.jsonl is not written: " in said
+    assert "step 2: metrics.jsonl is not written: " in capsys.readouterr().out
     assert losses("run") == [4.0, 3.0, 2.0], "written later"
 
 
-def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
+@pytest.mark.parametrize("missing, other", [("wandb", "tensorboard"), ("tensorboard", "logged")])
+def test_a_missing_logger_is_a_line_and_the_rest_is_written(start, monkeypatch, capsys, missing, other):
+    pytest.importorskip("tensorboard")
+    make_wandb(monkeypatch)
+    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, missing, None)  # not installed
+    log = start(wandb="mine")
+    train(log, [4.0])
+    log.close()
+    name = "--wandb mine" if missing == "wandb" else missing
+    assert capsys.readouterr().out.startswith(f"step 0: {name} is not written: {missing} is not installed; "
+                                              f"pip install {missing}; training continues\n")
+    assert losses("run") == [4.0] and (Path("run", other).exists() or Path(other).exists())
+    assert not Path("run", missing).exists()
+
+
+def test_a_resumed_run_leaves_no_file_on_a_full_disk(start):
+    train(start(), [4.0, 3.0])
+    before = Path("run/metrics.jsonl").read_text()
+    with largest_file(10), pytest.raises(OSError) as error:
+        logs.cut("run", 2)
+    assert in_a_line(error.value) == "run/metrics.jsonl: File too large"
+    assert Path("run/metrics.jsonl").read_text() == before and not Path("run/metrics.tmp").exists()
+
+
+def test_training_losses_are_drawn_without_an_evaluation(start):
+    log = start()
+    train(log, [4.0, 3.0])
+    assert not Path("run/loss.png").exists()
+    log.close()
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_without_a_label_has_no_loss(start, capsys):
+    log = start(log_interval=1)
+    log.add_without_labels(1)
+    log.read()
+    log.write(log.record(1, lr=1e-3))
+    train(log, [4.0], first_step=2)
+    log.add_without_labels(3)
+    log.read()
+    log.write(log.record(3, lr=1e-3) | {"val_loss": 2.0})
+    log.close()
+    records = logs.read_metrics("run/metrics.jsonl")
+    assert [(r["loss"], r["grad_norm"]) for r in records] == [(None, None), (4.0, 1.0), (None, None)]
+    assert [r["skipped"] for r in records] == [0, 0, 0] and records[0]["tokens_per_s"] == 0
+    said = capsys.readouterr().out
+    assert "step 3: no token is a label: skipped\n" in said and "step 3/100  no label  lr 1.00e-03" in said
+
+
+@pytest.mark.parametrize("recipe, shown", [("none", "--fp8-recipe none; "), ("delayed", "delayed hybrid; ")])
+def test_the_first_line_names_the_recipe(start, capsys, recipe, shown):
+    start(fp8_recipe=recipe).start(torch.nn.Linear(2, 2), "")
+    assert shown in capsys.readouterr().out
+
+
+def make_wandb(monkeypatch):
+    """A stand-in of wandb, which writes to the working folder."""
     monkeypatch.syspath_prepend(os.getcwd())
     Path("wandb.py").write_text("""
 import json
@@ -133,6 +189,10 @@ def init(**options):
     return Run()
 """)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
+
+
+def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
+    make_wandb(monkeypatch)
     log = start(wandb="mine")
     train(log, [4.0])
     log.close()

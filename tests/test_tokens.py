@@ -163,8 +163,23 @@ def test_only_answers_are_labels_and_all_of_them_count_alike(tmp_path, packed):
                 for (_, targets, *_), [divisor] in zip(rank.batches(step), rank.divisors(step)):
                     kept = targets[targets != -100].tolist()
                     assert kept, "the mean over no label would be NaN"
+                    assert rank.has_labels(step)
                     weight = 1 / (float(divisor) * len(kept))
                     labels += [(token, pytest.approx(weight, rel=1e-5)) for token in kept if weight]
             assert all(token in (*b"abc", 256) for token, _ in labels)
             steps.setdefault(step, len(labels))
             assert len(labels) == steps[step] and all(weight == 1 / len(labels) for _, weight in labels)
+
+
+def test_every_rank_knows_whether_a_step_has_labels(tmp_path):
+    pairs = [["q" * 200, "abc"] for _ in range(40)]
+    write_tokens(pairs, tmp_path / "set", val_fraction=0.2, answers_only=True)
+    found = {}
+    for count, accum in ((1, 4), (2, 2), (4, 1)):
+        ranks = [loader(tmp_path / "set", ranks=SimpleNamespace(rank=rank, count=count), micro_batch_size=1,
+                        grad_accum=accum) for rank in range(count)]
+        for step in range(1, 30):
+            labels = any(bool(divisor.isfinite()) for rank in ranks for [divisor] in rank.divisors(step))
+            found.setdefault(step, labels)
+            assert [rank.has_labels(step) for rank in ranks] == [labels] * count and labels == found[step]
+    assert {*found.values()} == {True, False}
