@@ -3,13 +3,15 @@
     python doctor.py                      # one line per check
     python doctor.py --install            # Transformer Engine and FlashAttention 4; --dry-run: print how
     python doctor.py --explain build.log  # the cause and the fix of a failed build or import; -: stdin
+    python doctor.py --model my_model.py:MyModel  # does the edited model compute in FP8 what it does without?
 
 Lines begin with ok (works), info (not needed), warn (works, but not at its best) or fail (training needs it).
 The exit code is 0 if the kit can train here, with or without a GPU, 1 after a fail and 2 for a mistake on the
-command line. --explain gives 1 for a text without a known failure.
+command line. --explain gives 1 for a text without a known failure. --model gives 1 if a module of the model
+is off, and names it.
 
-Only the standard library is needed. A broken CUDA library kills the process instead of raising an exception,
-so the checks that import torch run in processes of their own.
+Only --model needs more than the standard library. A broken CUDA library kills the process instead of raising
+an exception, so the checks that import torch run in processes of their own.
 """
 import signal
 
@@ -233,15 +235,34 @@ def run_apart(what, check, fix):
         yield failure(what, done.stderr + crash, fix)
 
 
+def print_results(results):
+    """Print each result as it comes. Return whether one failed."""
+    failed = False
+    for status, line, fix in results:
+        print(f"{status:<6}{line}" + (f"\n      fix: {fix}" if fix else ""), flush=True)
+        failed = failed or status == "fail"
+    return failed
+
+
 def examine():
     """Run all checks, print their results and the verdict. Return 1 if one failed, else 0."""
     results = [*check_python(), *check_driver(), *run_apart("PyTorch", check_torch, REQUIREMENTS)]
     if results[-1][0] != "fail":
         results += run_apart("FP8", check_fp8, INSTALL)
-    for status, line, fix in results:
-        print(f"{status:<6}{line}" + (f"\n      fix: {fix}" if fix else ""))
-    failed = any(status == "fail" for status, _, _ in results)
+    failed = print_results(results)
     print("begin with the first fix" if failed else "nanoTE can train here: python train.py")
+    return int(failed)
+
+
+def check_edited_model(name):
+    """Compare an edited model in FP8 with itself without FP8. Return the exit code: 1 if a module is off."""
+    try:
+        from nanote.model_check import check_model
+    except ImportError as error:
+        print(f"doctor.py: --model: {error}; {REQUIREMENTS}", file=sys.stderr)
+        return 2
+    failed = print_results(check_model(name))
+    print("begin with the first fail" if failed else f"{name} computes in FP8 what it computes without")
     return int(failed)
 
 
@@ -311,17 +332,20 @@ def run(command, settings, dry_run):
     return process.returncode
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--install", action="store_true", help="Transformer Engine and FlashAttention 4")
     parser.add_argument("--dry-run", action="store_true", help="with --install: only print the commands")
     parser.add_argument("--explain", metavar="LOG", help="a file with error messages; -: standard input")
-    options = parser.parse_args()
+    parser.add_argument("--model", metavar="FILE:CLASS", help="compare an edited model in FP8 and without")
+    options = parser.parse_args(argv)
     if options.install:
         return install(options.dry_run)
     if options.explain:
         log = sys.stdin if options.explain == "-" else open(options.explain, errors="replace")
         return print_known_failures(log.read())
+    if options.model:
+        return check_edited_model(options.model)
     return examine()
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import types
 import typing
 from pathlib import Path
@@ -206,29 +207,62 @@ def describe_fp8(model, config) -> str:
 
 
 def check_first_pass(model, batch):
-    """Raise ValueError unless your own or a compiled model can train. The FP8 state is left as it was."""
-    name = type(model).__name__
+    """Raise ValueError, with all that is wrong, unless your own or a compiled model can train. One label is
+    -100, as in batches of answers. The FP8 state is left as it was."""
+    name, problems = type(model).__name__, []
     if not hasattr(model, "config"):
-        raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
-    stored = dataclasses.asdict(model.config)
+        problems.append("has no attribute config; add self.config = config to its constructor")
+    stored = dataclasses.asdict(model.config) if not problems else {}
     if json.loads(json.dumps(stored, default=str)) != stored:
-        raise ValueError(f"{name}: its config cannot be stored in a checkpoint as JSON; use fields of int, "
-                         "float, bool, str or list")
-    try:
-        with recipes.preserved_state(model):
-            loss = model(*batch)
-            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-                raise ValueError(f"{name}: forward(input_ids, labels) returned a {type(loss).__name__}; it "
-                                 "must return the mean loss, a tensor without dimensions")
-            if not loss.requires_grad:
-                raise ValueError(f"{name}: the loss of forward(input_ids, labels) has no gradient; compute "
-                                 "it from parameters that require one, without detach() or torch.no_grad()")
-            loss.backward()
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = reason_of_graph_break(error)
-        raise ValueError(f"--compile: {name} does not compile: {reason}; leave it out") from error
-    finally:
-        model.zero_grad(set_to_none=True)
+        problems.append("its config cannot be stored in a checkpoint as JSON; use fields of int, float, "
+                        "bool, str or list")
+    input_ids, labels, *others = batch
+    ignoring = labels.clone()
+    ignoring[0, 0] = -100
+    with recipes.preserved_state(model) if hasattr(model, "config") else contextlib.nullcontext():
+        try:
+            loss = model(input_ids, ignoring, *others)
+            if problem := _loss_problem(loss):
+                problems.append(problem)
+            else:
+                loss.backward()
+                loss.item()  # a GPU reports a label out of range only now
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = reason_of_graph_break(error)
+            raise ValueError(f"--compile: {name} does not compile: {reason}; leave it out") from error
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's file raises
+            problems.append(_failure(error))
+            with contextlib.suppress(Exception):  # the result may be wrong, too
+                problems += filter(None, [_loss_problem(model(*batch))])
+        finally:
+            model.zero_grad(set_to_none=True)
+    if problems:
+        raise ValueError(f"{name}: {'; and '.join(problems)}")
+
+
+def _loss_problem(loss) -> str:
+    """Return what is wrong with the loss that a model has returned; "" if nothing is."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        return (f"forward(input_ids, labels) returned a {type(loss).__name__}; it must return the mean loss, "
+                "a tensor without dimensions")
+    if not loss.requires_grad:
+        return ("the loss of forward(input_ids, labels) has no gradient; compute it from parameters that "
+                "require one, without detach() or torch.no_grad()")
+    return ""
+
+
+def _failure(error) -> str:
+    """Return what an exception of forward(input_ids, labels) means, and the line of the model's file."""
+    library = str(Path(torch.__file__).parent)
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if not frame.filename.startswith((library, "<"))]
+    where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    problem = f"forward(input_ids, labels) raised {type(error).__name__} at {where}: {in_a_line(error)}"
+    if "-100" in str(error) or "device-side assert" in str(error):
+        return problem.rstrip(".") + "; ignore labels of -100: cross_entropy(…, ignore_index=-100)"
+    return problem
 
 
 def reason_of_graph_break(error) -> str:
@@ -327,13 +361,27 @@ def _config_class(name, model_class, module):
     parameter = next(iter(inspect.signature(model_class).parameters.values()), None)
     annotation = getattr(parameter, "annotation", None)
     candidates = [annotation] if dataclasses.is_dataclass(annotation) else vars(module).values()
-    found = [value for value in candidates if isinstance(value, type) and dataclasses.is_dataclass(value)
-             and {"vocab_size", "n_positions"} <= {field.name for field in dataclasses.fields(value)}]
-    if len(found) != 1:
-        names = " and ".join(value.__name__ for value in found) or "none"
-        raise ValueError(f"--model {name}: one dataclass must have the fields vocab_size and n_positions, "
-                         f"but {names} has; annotate the constructor: def __init__(self, config: MyConfig)")
+    configs = [value for value in candidates if isinstance(value, type) and dataclasses.is_dataclass(value)]
+    missing = {config: _missing_fields(config) for config in configs}
+    found = [config for config in configs if not missing[config]]
+    if len(found) > 1:
+        names = " and ".join(config.__name__ for config in found)
+        raise ValueError(f"--model {name}: {names} have the fields vocab_size and n_positions; say which is "
+                         "the config in the constructor: def __init__(self, config: MyConfig)")
+    if not found:
+        nearest = min(configs, key=lambda config: len(missing[config]), default=None)
+        lack = f"{nearest.__name__} has no {' and no '.join(missing[nearest])}" if configs else "it has none"
+        has_fp8 = nearest and "use_fp8" in {field.name for field in dataclasses.fields(nearest)}
+        fp8 = "" if has_fp8 else "; without a field use_fp8 also pass --fp8-recipe none"
+        raise ValueError(f"--model {name}: its config must be a dataclass with the fields vocab_size and "
+                         f"n_positions, but {lack}{fp8}; guide/changing_the_model.md shows it for nanoGPT")
     return found[0]
+
+
+def _missing_fields(config_class) -> list[str]:
+    """Return the fields that the trainer sets in any config and that this one lacks."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    return [name for name in ("vocab_size", "n_positions") if name not in fields]
 
 
 def make_model_config(name, options):
