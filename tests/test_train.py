@@ -129,6 +129,16 @@ def test_a_run_stops_and_resumes_exactly_in_a_skipped_step(tokens):
     assert meta["skipped"] == [3], "still known, to find the last good checkpoint"
 
 
+def test_the_log_names_a_scale_that_fell(tokens, capsys):
+    """Step 3 is the eighth pass: one finds mistakes, four find scales."""
+    own = model_where("loss = loss * 1e12 if self.step == 7 else loss")
+    own = own.replace("--fp8-recipe none", "--fp8-recipe delayed")
+    assert run_train(f"{SHORT} {own} --log-interval 4 --out-dir run", tokens) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "fell by more than 2^20" in line]
+    assert len(lines) == 1 and " for 8 steps; " in lines[0]
+    assert lines[0].startswith("step 3: the scale of lm_head output_gradient fell")
+
+
 def test_random_generators_repeat_and_resume(tokens):
     """The checkpoint of step 4 is after five gauss(), with the first pass: Python keeps the sixth number."""
     own = model_where("loss = loss * (9 + random.gauss(0, 1)) * numpy.random.rand()")
