@@ -181,7 +181,12 @@ def test_the_first_line_of_a_model_of_your_own_is_true(tokens, capsys, compiles)
     old = "self.mlp = te.LayerNormMLP("
     assert old in copied
     Path("edited.py").write_text(copied.replace(old, "self.old = nn.Linear(4, 4)\n        " + old))
+    old = "nullcontext() if config.in_fp8(layer) else self.autocast(False)"
+    assert old in copied
+    Path("head.py").write_text(copied.replace(old, "self.autocast(False)"))
     for options, words in (
+            ("--model head.py:OptimizedGPT2Model --n-layer 2 --n-embd 64 --n-head 2",
+             "--fp8-recipe delayed hybrid, 1 of 9 GEMMs in FP8; "),
             ("--model plain.py:Net", "--fp8-recipe delayed hybrid, 0 of 1 GEMMs in FP8 (use te.Linear"),
             ("--model plain.py:Net --fp8-recipe none", "none; Net, 18,720 parameters, on PyTorch"),
             ("--model edited.py:OptimizedGPT2Model --n-layer 2 --n-embd 64 --n-head 2 --fp8-skip-last 1",
