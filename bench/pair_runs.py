@@ -2,9 +2,9 @@
 
     python bench/pair_runs.py JOB.json RESULTS.jsonl
 
-A job is {"runs": [{"name": …, "arguments": […], "resumes": true}, …], "place": "cpu" | "interpreter" | "gpu"}.
-A line of the results is a run's name, its metrics.jsonl, the same with a resume before the last step, or its
-error.
+A job is {"runs": [{"name": …, "arguments": […], "resume": […]}, …], "place": "cpu" | "interpreter" | "gpu"}.
+`resume` are further arguments of a resume before the last step, None for none. A line of the results is a
+run's name, its metrics.jsonl, the same after the resume, or its error.
 The worker ends after a failed run: an error on a GPU is often an error in every later run of the process.
 """
 import gc
@@ -66,9 +66,9 @@ def make_run(run: dict) -> dict:
     folder = run["name"]
     parallel.on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
     found = {"metrics": train_run(run["arguments"])}
-    if run["resumes"]:
+    if run["resume"] is not None:
         parallel.on_rank0(lambda: shutil.rmtree(Path(folder, RESUMED)))
-        found["resumed"] = train_run(["--resume"])
+        found["resumed"] = train_run(["--resume", *run["resume"]])
     parallel.on_rank0(lambda: shutil.rmtree(folder))
     return found
 

@@ -19,17 +19,21 @@ array: every two values of two options stand together in some row, but for those
 
 Reference: pairwise testing by allpairspy, github.com/thombashi/allpairspy.
 """
+import contextlib
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,15 +199,20 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
         recipes = [recipe for recipe in parameters["fp8_recipe"] if recipe not in OTHER_CARD]
         parameters["fp8_recipe"] = tuple(recipes)
     names = list(parameters)
-    rows = [dict(zip(names, values)) for values in AllPairs(
-        list(parameters.values()), filter_func=lambda values: rules.allows(dict(zip(names, values))))]
+
+    def is_good(values) -> bool:
+        row = dict(zip(names, values))
+        is_slow = row.get("compile") and row.get("layout", "one process") != "one process"
+        return rules.allows(row) and not is_slow
+
+    rows = [dict(zip(names, values)) for values in AllPairs(list(parameters.values()), filter_func=is_good)]
     rows = [row for row in rows if len(row) == len(names)]
     left = wanted_pairs(parameters, rules) - set().union(*map(pairs_of, rows))
-    while left:  # with many refused pairs allpairspy leaves some out
+    while left:  # those of slow rows, and what allpairspy leaves out where many pairs are refused
         whole = rules.complete(dict(sorted(left, key=repr)[0]), parameters)
         rows.append({name: whole[name] for name in names})
         left -= pairs_of(rows[-1])
-    for name, cheap in (("compile", False), ("layout", "one process")):
+    for name, cheap in (("compile", False), ("layout", "one process"), ("layout", "one process")):
         rows = with_fewer(rows, name, cheap, rules)
     return rows
 
@@ -220,14 +229,21 @@ def wanted_pairs(parameters: dict, rules: Rules) -> set:
 
 
 def with_fewer(rows: list, name: str, cheap, rules: Rules) -> list[dict]:
-    """Return the rows with the cheap value of an option wherever no pair is lost."""
-    rows = list(rows)
+    """Return the rows without those that no pair needs, and with the cheap value of an option wherever no pair
+    is lost; compiled rows first."""
+    rows = sorted(rows, key=lambda row: -row["compile"])
+    count = Counter(itertools.chain(*map(pairs_of, rows)))
     for number, row in enumerate(rows):
-        others = set().union(*(pairs_of(other) for other in rows if other is not row))
         changed = row | {name: cheap}
-        if rules.allows(changed) and pairs_of(row) <= others | pairs_of(changed):
+        lost = {pair for pair in pairs_of(row) if count[pair] == 1}
+        if not lost:
+            rows[number] = None
+            count -= Counter(pairs_of(row))
+        elif rules.allows(changed) and lost <= pairs_of(changed):
             rows[number] = changed
-    return rows
+            count += Counter(pairs_of(changed))
+            count -= Counter(pairs_of(row))
+    return [row for row in rows if row]
 
 
 def all_rows() -> dict:
@@ -299,6 +315,44 @@ def make_corpora(folder: str) -> None:
     for name, texts, answers_only in (("documents", documents, False), ("answers", pairs, True)):
         if not Path(folder, name).exists():
             write_tokens(iter(texts), Path(folder, name), val_fraction=0.2, answers_only=answers_only)
+
+
+def refused_arguments(refused: Refused, corpora: str) -> list[str]:
+    """Return train.py's arguments that try a refused pair, with defaults otherwise; one step if it trains."""
+    options = [typed(name, value) for name, value in refused.options if name != "NANOTE_ENGINE"]
+    rest = f"{SIZES['cpu']} --max-steps 1 --eval-interval 0 --checkpoint-interval 0 --data {corpora}/documents"
+    return [*itertools.chain(*options), *rest.split()]
+
+
+def refused_command(refused: Refused, corpora: str) -> str:
+    """Return the line that tries a refused pair, for a shell."""
+    engine = dict(refused.options).get("NANOTE_ENGINE")
+    set_engine = f"NANOTE_ENGINE={engine} " if engine else ""
+    return f"{set_engine}python train.py {shlex.join(refused_arguments(refused, corpora))}"
+
+
+def try_refused(refused: Refused, corpora: str) -> str:
+    """Return what is wrong with how train.py refuses a pair, in this process; "" if nothing is."""
+    import train as program
+    arguments, before = refused_arguments(refused, corpora), os.environ.pop("NANOTE_ENGINE", None)
+    if engine := dict(refused.options).get("NANOTE_ENGINE"):
+        os.environ["NANOTE_ENGINE"] = engine
+    out, error = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
+    run = f"{corpora}/refused"
+    try:
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(out):
+            code = config.run_command(lambda: program.run([*arguments, "--out-dir", run]), "train.py")
+    except (Exception, SystemExit) as failure:
+        return f"{type(failure).__name__} instead of a line: {config.in_a_line(failure)}"
+    finally:
+        os.environ.pop("NANOTE_ENGINE", None)
+        os.environ |= {"NANOTE_ENGINE": before} if before else {}
+    line = error.buffer.getvalue().decode().strip()
+    names = [name if name == "NANOTE_ENGINE" else typed(name, value)[0] for name, value in refused.options]
+    if code != 2 or "\n" in line or not all(name in line for name in names) or os.path.exists(run):
+        shutil.rmtree(run, ignore_errors=True)
+        return f"code {code}, and must be 2; one line must name {' and '.join(names)}: {line}"
+    return ""
 
 
 # ---------------------------------------------------------------- workers
@@ -404,7 +458,9 @@ def make_runs(rows: list, place: str, folder: Path, jobs: int) -> dict:
         for made, its_place, resumes in ((row, where, True), plain):
             key = made["NANOTE_ENGINE"], its_place, 1 if made["layout"] == "one process" else 2
             arguments = arguments_of(made, its_place, corpora, layers)
-            run = {"arguments": arguments, "resumes": resumes, "cost": 9 if made["compile"] else 1}
+            resume = ["--no-compile"] if made["compile"] and its_place == "cpu" else []  # it traces once
+            run = {"arguments": arguments, "resume": resume if resumes else None,
+                   "cost": 5 if made["compile"] else 1}
             runs.setdefault(key, {}).setdefault(name_of(made, arguments), run)
     waiting = []
     total = sum(run["cost"] * ranks for (_, _, ranks), some in runs.items() for run in some.values())
