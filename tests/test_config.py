@@ -126,7 +126,7 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     *((f"--{name} {number}", f"--{name} {number}: must be at least 1")
       for name in ("n-inner", "head-dim", "n-kv-head", "n-embd") for number in (0, -8)),
     ("--compile-fullgraph", "without effect; pass --compile too"),
-    ("--compile --fp8-health-interval 9", "--compile: does not go with --fp8-health-interval 9: compiled code"),
+    ("--compile --fp8-health-interval 9", "--compile: does not go with --fp8-health-interval 9: compiled"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param: weights in FP8"),
     ("--parallel fsdp --offload-activations 2", "does not go with --offload-activations")])
 def test_options_that_are_impossible_are_refused(given, words):
