@@ -15,6 +15,7 @@
 - Without FP8 the same functions run in plain PyTorch.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -204,6 +205,20 @@ def _weight_gradient(parameter, x, dy, dy_inv):
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
 
 
+def first_derivative_only(backward):
+    """Decorate the backward method of an autograd function: create_graph=True raises RuntimeError.
+
+    `once_differentiable` is not enough: torch.autograd.grad skips its error if another path leads to the
+    inputs, and returns the part of the derivative that goes there."""
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled():  # in a backward pass only with create_graph=True
+            raise RuntimeError("create_graph=True: fast_kernels has no second derivatives in FP8; use "
+                               "autocast(enabled=False)")
+        return backward(ctx, *gradients)
+    return checked
+
+
 class _NormLinear(torch.autograd.Function):
     """`norm_linear`. The GEMM reads `layer.weight`; `weight` is an input only to receive a gradient."""
 
@@ -218,7 +233,7 @@ class _NormLinear(torch.autograd.Function):
         return residual, forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, dresidual, dy):
         residual, mean, rstd, norm_weight, *operands = ctx.saved_tensors
         needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
@@ -261,7 +276,7 @@ class _Linear(torch.autograd.Function):
         return forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         x, x_bias, *operands = ctx.saved_tensors
         needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]

@@ -397,6 +397,16 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_second_derivative_in_fp8_is_refused():
+    """torch.autograd.grad alone would return the part of it that goes around the layer."""
+    layer = modules.Linear(64, 64, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    with modules.autocast():
+        y = (layer(x) * x).square().sum()
+    with pytest.raises(RuntimeError, match="no second derivatives in FP8; use autocast"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_model_under_fully_shard_restores_its_fp8_state(one_process_group, fast):
     models, options = [make_model(fast), make_model(fast)], StateDictOptions(full_state_dict=True)
