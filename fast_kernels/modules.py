@@ -573,7 +573,7 @@ def quantize_weights(modules):
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
         module.init_fp8_meta_tensors(_regions[-1].recipe)
         for gemm, name in enumerate(module.weight_names):
-            weight, (scale, amax, _) = module._parameters[name], module._quantization(gemm)[1]
+            weight, (scale, amax, _) = getattr(module, name), module._quantization(gemm)[1]
             module._check(weight, weight)
             weights.append((weight, *module.workspace(gemm), scale, amax))
     if weights:

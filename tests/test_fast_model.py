@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrize import register_parametrization
 
 from bench.step import forget_models
 from nanote import ddp, memory, recipes
@@ -474,6 +475,21 @@ def test_a_reentrant_checkpoint_of_a_block_is_one_line():
         forward, *inputs, use_reentrant=True)
     with pytest.raises(TypeError, match="a tuple, not a Stream, .* use te.checkpoint"):
         model(*make_tokens(0))
+
+
+class Same(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 1.0
+
+
+def test_a_reparametrized_weight_trains_as_a_plain_one():
+    plain, model = make_model(), make_model()
+    register_parametrization(model.blocks[0].attn.qkv, "weight", Same())
+    register_parametrization(model.blocks[0].mlp, "fc2_weight", Same())
+    expected, found = train_step(plain), train_step(model)
+    gradients = {name.replace("parametrizations.", "").removesuffix(".original"): gradient
+                 for name, gradient in found[1].items()}
+    assert_equal((found[0], gradients, found[2]), expected)
 
 
 # ---------------------------------------------------------------- sharded by FSDP2
