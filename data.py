@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 
 
 @dataclass(kw_only=True)
@@ -79,6 +79,8 @@ class Tokens:
 def main(argv=None):
     options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
     source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
+    if not isinstance(options, Tokens):
+        require_at_least(1, options, "num_workers")
     write = convert if isinstance(options, Tokens) else tokenize
     out_dir, meta = write(options, source)
     for reason, count in sorted(meta.get("left_out", {}).items()):

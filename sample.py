@@ -21,7 +21,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, memory, models
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
 from nanote.tokens import document_starts
@@ -115,6 +115,7 @@ def score(model, tokenizer, path, pack_documents=False):
 
 def main(argv=None):
     options = parse(SampleConfig, argv, "sample.py", __doc__)
+    require_at_least(1, options, "max_new_tokens", "num_samples")
     device = models.pick_device(options.device)
     model, tokenizer, pack_documents = load_model(options, device)
     if options.score is not None:

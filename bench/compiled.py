@@ -40,7 +40,7 @@ from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
@@ -120,6 +120,7 @@ def measure_shape(shape, options, device, rows, folder):
 
 def main(argv=None) -> None:
     options, device = parse(Options, argv, "bench/compiled.py", __doc__), pick_device("auto")
+    require_at_least(4, options, "steps")
     if unknown := {*options.arms} - {*ARMS}:
         raise ValueError(f"--arms {' '.join(sorted(unknown))}: unknown; use {', '.join(ARMS)}")
     rows = Rows(options.json, ["shape", "arm", "mode", "fa4"], "bench/compiled.py", argv)

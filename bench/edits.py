@@ -27,7 +27,7 @@ from bench import step
 from bench.measure import attempt, measure
 from bench.report import Rows
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 CLASSES = {"fast": "FastGPT2Model", "optimized": "OptimizedGPT2Model"}
@@ -53,6 +53,7 @@ def edited_file(model: str, edit: str, folder: Path) -> Path:
 
 def main(argv=None) -> None:
     options, device = parse(Options, argv, "bench/edits.py", __doc__), pick_device("auto")
+    require_at_least(4, options, "steps")
     config = step.make_config(step.SHAPES[options.shape] | {"model": options.model}, device)
     rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
     _, unedited = measure("fp8", config, device, options.steps, phases=0)

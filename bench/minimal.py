@@ -35,7 +35,7 @@ from bench.report import Rows
 from fast_kernels.adam import FastAdam
 from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig, parse, run_command
+from nanote.config import TrainConfig, parse, require_at_least, run_command
 from nanote.engine import te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device
@@ -145,6 +145,8 @@ def make_loops(options, device) -> dict:
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/minimal.py", __doc__)
+    require_at_least(4, options, "steps")
+    require_at_least(1, options, "layers", "width", "batch", "seq_len")
     if options.nanogpt:
         nanogpt.load(options.nanogpt)  # before anything is made
     device = pick_device("auto")

@@ -34,7 +34,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, nanogpt, report, step
 from nanote import parallel
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 
 SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", "llama3-8b")} | {
     "124m-b16": step.SHAPES["124m-b32"] | {"micro_batch_size": 16}}
@@ -64,6 +64,8 @@ def check(options) -> None:
     for name, known in {"shapes": SHAPES, "layouts": LAYOUTS, "recipes": RECIPES}.items():
         for value in set(getattr(options, name)) - set(known):
             raise ValueError(f"--{name} {value!r}: unknown; use {', '.join(known)}")
+    require_at_least(1, options, "accum")
+    require_at_least(4, options, "steps")
     report.check_output(options.json)
     if "nanogpt" in options.layouts:
         if options.nanogpt is None:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
-from nanote.config import parse, run_command
+from nanote.config import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
@@ -146,6 +146,7 @@ def measure_shape(module, config, steps, device):
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/nanogpt.py", __doc__)
+    require_at_least(4, options, "steps")
     module, device = load(options.path), pick_device("auto")
     if device.type != "cuda":
         print("no GPU: tiny shapes, and the times mean nothing")

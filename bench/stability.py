@@ -20,7 +20,7 @@ from bench.step import forget_models
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
-from nanote.config import TrainConfig
+from nanote.config import TrainConfig, require_at_least
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -66,6 +66,8 @@ def settings_of(options):
     """Return the rows, for each size high precision first; ValueError for options that cannot run."""
     if options.steps < 20:
         raise ValueError(f"--steps {options.steps}: must be 20 or more")
+    require_at_least(1, options, "histories", "jobs")
+    require_at_least(0, options, "margins")
     formats, margins = (options.formats[:1], (0,)) if options.quick else (options.formats, options.margins)
     rows = []
     for size in options.sizes:

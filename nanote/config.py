@@ -278,6 +278,15 @@ def _terminal_of(columns: int):
             os.environ["COLUMNS"] = before
 
 
+def require_at_least(least: int, options, *names: str) -> None:
+    """Raise ValueError for an option, or one of its values, that is below `least`; None is no value."""
+    for name in names:
+        value = getattr(options, name)
+        for number in value if isinstance(value, tuple | list) else [value]:
+            if number is not None and number < least:
+                raise ValueError(f"{_flag(name)} {number}: must be at least {least}")
+
+
 def run_command(main, prog: str) -> int:
     """Call `main()`; return its result or 0; 2 and one line for ValueError and OSError, 130 after Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-

@@ -98,14 +98,21 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "bench/multi_gpu.py": [
         ("", "one process; start it with torchrun --nproc-per-node 2"),
         ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
-        ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, fsdp")],
+        ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, fsdp"),
+        ("--accum 0", "--accum 0: must be at least 1"), ("--steps 3", "--steps 3: must be at least 4")],
+    "bench/edits.py": [("--steps 0", "--steps 0: must be at least 4")],
+    "bench/compiled.py": [("--steps 0", "--steps 0: must be at least 4")],
+    "bench/minimal.py": [("--width 0", "--width 0: must be at least 1")],
+    "test_stability.py": [
+        ("--histories 16 0", "--histories 0: must be at least 1"),
+        ("--margins -1", "--margins -1: must be at least 0"), ("--jobs 0", "--jobs 0: must be at least 1")],
     "bench/convergence.py": [
         ("--arms fp9", "--arms fp9: unknown; the arms are bf16"),
         ("--arms nanogpt", "needs a nanoGPT checkout"), ("--tokens 0", "--tokens 0.0: must be 1 or more"),
         ("--json none/x.json", "there is no folder none")],
     "bench/nanogpt.py": [
         (".", "there is no model.py; name the folder of a nanoGPT checkout"),
-        ("other", "has no GPT; name")],
+        ("other", "has no GPT; name"), ("other --steps 0", "--steps 0: must be at least 4")],
 }
 
 

@@ -418,7 +418,7 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "good.txt", "--tokenizer", "gpt5"], "tokenizer 'gpt5': unknown"),
     (["text", "good.txt", "--tokenizer", "hf:absent"], "absent/tokenizer.json: cannot be read"),
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),
-    (["text", "good.txt", "--num-workers", "0"], "max_workers must be greater than 0"),
+    (["text", "good.txt", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: cannot be written (Not a directory)"),
     (["text", "good.txt", "--out-dir", "."], ".: cannot be replaced; name a folder in it"),
     (["hf", "text"], "text: not a dataset; name files with --data-files"),

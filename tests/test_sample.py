@@ -212,6 +212,8 @@ def test_the_score_counts_each_token_once(instruct, name, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("arguments, words", [
+    ("--num-samples 0", "--num-samples 0: must be at least 1"),
+    ("--max-new-tokens -1", "--max-new-tokens -1: must be at least 1"),
     ("--model best", "--model best: unknown; use optimized, advanced"),
     ("--model custom", "step-0 has optimized; leave it out, or pass that"),
     ("--model mine.py:Net", "--model mine.py:Net: cannot be imported"),
