@@ -24,7 +24,7 @@ def start(in_tmp_path):
     """A function that starts a log in the folder run."""
     def start(first_step=1, ranks=Ranks(), device=CPU, tokens_per_step=1000, **options):
         loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
-                                 tokens_per_step=tokens_per_step)
+                                 tokens_per_step=tokens_per_step, samples_before=lambda step: step - 1)
         config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options
         return logs.Log(TrainConfig(out_dir=os.path.abspath("run"), **config), loader, first_step)
 
@@ -168,7 +168,8 @@ def test_a_step_without_a_label_has_no_loss(start, capsys):
     assert "step 3: no token is a label: skipped\n" in said and "step 3/100  no label  lr 1.00e-03" in said
 
 
-@pytest.mark.parametrize("recipe, shown", [("none", "--fp8-recipe none; "), ("delayed", "delayed hybrid; ")])
+@pytest.mark.parametrize("recipe, shown", [
+    ("none", "--fp8-recipe none; "), ("delayed", "delayed hybrid, 0 of 1 GEMMs in FP8 (use te.Linear")])
 def test_the_first_line_names_the_recipe(start, capsys, recipe, shown):
     start(fp8_recipe=recipe).start(torch.nn.Linear(2, 2), "")
     assert shown in capsys.readouterr().out

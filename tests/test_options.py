@@ -1,11 +1,14 @@
 """Options that a model or another option would ignore: said in a line, or refused if they were typed."""
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from nanote import recipes
 from nanote.config import TrainConfig, read_options
 from nanote.parallel import Ranks
 from nanote.tokens import Loader, write_tokens
@@ -85,8 +88,6 @@ def test_a_file_is_typed_and_another_run_is_not(tokens, run_of_custom, refused, 
     ("--fp8-recipe current --fp8-margin 1", "--fp8-margin 1: no effect with --fp8-recipe current"),
     ("--fp8-recipe none --fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
      "--fp8-amax-history-len 1024, --fp8-amax-compute-algo max: no effect with --fp8-recipe none"),
-    ("--fp8-recipe custom:a.f --fp8-format e4m3",
-     "--fp8-format e4m3: no effect with --fp8-recipe custom:a.f"),
     ("--fp8-recipe none --fp8-lm-head --fp8-skip-last 1",
      "--fp8-lm-head, --fp8-skip-last 1: no effect with --fp8-recipe none"),
     ("--no-use-rotary --rope-theta 5e5", "--rope-theta 500000.0: no effect with --no-use-rotary"),
@@ -140,6 +141,19 @@ def test_the_first_line_counts_gemms_in_fp8(tokens, capsys, given, count):
     line = first_line(f"{given} --max-steps 1", tokens, capsys)
     assert f", --fp8-recipe delayed hybrid, {count} GEMMs in FP8; " in line
     assert " parameters, on te_reference, which emulates FP8" in line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, engine", [("fast", "fast"), ("optimized", recipes.ENGINE)])
+def test_the_first_line_names_the_engine_on_a_gpu(tokens, capsys, name, engine):
+    if name == "fast" and (torch.cuda.get_device_capability() != (9, 0) or "NANOTE_ENGINE" in os.environ):
+        pytest.skip("needs a Hopper GPU and no NANOTE_ENGINE")
+    options = f"{SHORT} --device cuda --model {name} --n-layer 2 --n-embd 128 --no-fp8-lm-head --out-dir run"
+    assert run_train(options, tokens) == 0
+    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("run from step 1: "))
+    assert f"tiny on {torch.cuda.get_device_name()}, --fp8-recipe delayed hybrid, 8 of 9 GEMMs" in line
+    assert {"te": "on Transformer Engine 2", "fast": "on fast_kernels",
+            "reference": "on te_reference"}[engine] in line
 
 
 def test_fp8_that_is_in_no_gemm_is_refused(tokens, refused):
