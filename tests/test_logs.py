@@ -168,12 +168,6 @@ def test_a_step_without_a_label_has_no_loss(start, capsys):
     assert "step 3: no token is a label: skipped\n" in said and "step 3/100  no label  lr 1.00e-03" in said
 
 
-@pytest.mark.parametrize("recipe, shown", [("none", "--fp8-recipe none; "), ("delayed", "delayed hybrid; ")])
-def test_the_first_line_names_the_recipe(start, capsys, recipe, shown):
-    start(fp8_recipe=recipe).start(torch.nn.Linear(2, 2), "")
-    assert shown in capsys.readouterr().out
-
-
 def make_wandb(monkeypatch):
     """A stand-in of wandb, which writes to the working folder."""
     monkeypatch.syspath_prepend(os.getcwd())
