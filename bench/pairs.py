@@ -19,6 +19,11 @@ array: every two values of two options stand together in some row, but for those
 
 Reference: pairwise testing by allpairspy, github.com/thombashi/allpairspy.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import contextlib
 import dataclasses
 import hashlib

@@ -10,6 +10,11 @@
 
 Bounds: a share of 0.001, and 0.5 ms.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+
 import statistics
 import sys
 import time

@@ -180,6 +180,7 @@ def test_the_last_lines_name_what_is_there(world, in_tmp_path, monkeypatch, caps
     assert run_train(arguments, f"{world}/tokens") == 0
     said = capsys.readouterr().out
     assert "tensorboard is not written: " in said and "--wandb mine is not written: wandb is not inst" in said
+    assert "--fp8-recipe none; " in said, "the first line"
     summary = said[said.index("2 steps are done"):]
     assert "tensorboard" not in summary
     for name in ("loss.png", "metrics.jsonl", "step-2"):
