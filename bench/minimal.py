@@ -145,8 +145,7 @@ def make_loops(options, device) -> dict:
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/minimal.py", __doc__)
-    require_at_least(4, options, "steps")
-    require_at_least(1, options, "layers", "width", "batch", "seq_len")
+    require_at_least(1, options, "layers", "width", "batch", "seq_len", "steps")
     if options.nanogpt:
         nanogpt.load(options.nanogpt)  # before anything is made
     device = pick_device("auto")
