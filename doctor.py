@@ -257,6 +257,9 @@ def examine():
 def check_edited_model(name):
     """Compare an edited model in FP8 with itself without FP8. Return the exit code: 1 if a module is off."""
     try:
+        import torch
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # fast_kernels; before anything imports Triton
         from nanote.model_check import check_model
     except ImportError as error:
         print(f"doctor.py: --model: {error}; {REQUIREMENTS}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """doctor.py as a user runs it: on this machine, and on simulated ones.
 
+Of --model, tests in this process use te_reference; one runs in Triton's interpreter, in a process of its own.
 A simulated machine is a folder on PATH and PYTHONPATH with its own nvidia-smi, torch and pip.
 """
 import os
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import doctor
+from nanote import model_check
+from nanote.config import run_command
 
 SMI = """#!/bin/sh
 case "$*" in
@@ -182,3 +185,146 @@ def test_a_build_without_cuda_is_not_started(hopper):
     write(hopper, "torch/version.py", "cuda = None\n")
     code, shown = run("--install", machine=hopper)
     assert code == 1 and shown.count("\n") == 1 and "install a PyTorch with CUDA" in shown
+
+
+# ---------------------------------------------------------------- --model
+
+RESIDUAL = "        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))\n"
+BRANCH = "        y = self.mlp(x, is_first_microbatch=is_first_microbatch)\n"
+IS_FIRST_IN_FP8 = "self.attn.config.use_fp8 and self.attn.layer == 0"
+CHECKPOINT = "run = partial(te.checkpoint, block) if recomputes else block"
+PACKED = """        self.qkv = te.LayerNormLinear(
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+"""
+SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).items():
+            setattr(self, name, te.LayerNormLinear(config.n_embd, size, init_method=normal_init))
+"""
+PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch).view("
+SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1).view("
+OUTPUT = "            return self.output(stream, labels, first, input_ids.shape, tied_dweight)\n"
+TWO_USES = """            loss = self.output(stream, labels, first, input_ids.shape, tied_dweight)
+            return loss if labels is None else loss + 0.5 * self.output(
+                stream, labels.roll(-1, 1), first, input_ids.shape, {})
+"""
+
+
+def edit(folder, old="", new="", model="optimized"):
+    """Write my_model.py, a copy of a model file with some text replaced."""
+    text = (doctor.HERE / f"model_te_{model}.py").read_text()
+    assert old in text
+    (folder / "my_model.py").write_text(text.replace(old, new) if old else text)
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """A function that runs doctor.py --model in this process; it returns the exit code and all output."""
+    def check(name):
+        code = run_command(lambda: doctor.main(["--model", name]), "doctor.py")
+        output = capsys.readouterr()
+        return code, output.out + output.err
+
+    return check
+
+
+@pytest.fixture
+def no_graph(monkeypatch):
+    """Leave out the check that takes as long as all others."""
+    monkeypatch.setattr(model_check, "check_graph", lambda *arguments: ("ok", "one graph", ""))
+
+
+def apply(diff, folder):
+    """Apply a diff of examples/edits to a copy of its model file; return what --model is."""
+    model = "fast" if diff.parent.name == "fast" else "optimized"
+    edit(folder, model=model)
+    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
+    return "my_model.py:FastGPT2Model" if model == "fast" else "my_model.py:OptimizedGPT2Model"
+
+
+EDITS = sorted((doctor.HERE / "examples" / "edits").glob("*/*.diff"))
+ON_CPU = ("optimized/lora", "optimized/second_head", "optimized/relu_squared")
+
+
+@pytest.mark.parametrize("diff", [
+    pytest.param(diff, id=name, marks=[] if name in ON_CPU else pytest.mark.gpu)
+    for diff in EDITS for name in [f"{diff.parent.name}/{diff.stem}"]])
+def test_an_edit_of_the_examples_passes(diff, check, in_tmp_path, tmp_path, request, monkeypatch):
+    if not torch.cuda.is_available() and diff.stem != "relu_squared":
+        request.getfixturevalue("no_graph")
+    if torch.cuda.is_available() and diff.parent.name == "compiled":  # TE does not trace
+        monkeypatch.setenv("NANOTE_ENGINE", "fast")
+    code, shown = check(apply(diff, tmp_path))
+    assert code == 0 and shown.count("GEMMs in FP8: ") == 1, shown
+    assert "fail  " not in shown and "warn  " not in shown, shown
+    if diff.stem == "second_head" and diff.parent.name == "optimized":
+        assert "not in FP8: value_head: not part of the loss" in shown
+    if diff.parent.name == "compiled" or not torch.cuda.is_available():
+        assert "ok    one graph" in shown
+
+
+@pytest.mark.parametrize("old, new, line", [
+    (RESIDUAL, f"{BRANCH}        return x + (1.5 * y if {IS_FIRST_IN_FP8} else y)\n",
+     "fail  blocks.0: its output changes by "),
+    (RESIDUAL, f"{BRANCH}        if {IS_FIRST_IN_FP8} and y.requires_grad:\n"
+     "            y.register_hook(lambda gradient: 1.5 * gradient)\n        return x + y\n",
+     "fail  blocks.0.mlp.fc2_bias: its gradient changes by "),
+    (CHECKPOINT, "run = partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=True)",
+     "fail  blocks.0.attn.qkv: in FP8 in the forward pass, but recomputed without FP8"),
+    (RESIDUAL, f"{BRANCH}        if x.requires_grad and {IS_FIRST_IN_FP8}:\n"
+     "            raise RuntimeError('a shape')\n        return x + y\n",
+     "fail  blocks.0: only in FP8: RuntimeError: a shape"),
+    ("enabled=self.config.use_fp8 and enabled", "enabled=False",
+     "fail  OptimizedGPT2Model: none of 9 GEMMs runs in FP8")],
+    ids=["output", "gradient", "recomputed", "raises", "no FP8"])
+def test_the_module_that_is_off_is_named(old, new, line, check, no_graph, in_tmp_path, tmp_path):
+    edit(tmp_path, old, new)
+    code, shown = check("my_model.py:OptimizedGPT2Model")
+    assert code == 1 and line in shown and shown.count("fail  ") == 1, shown
+
+
+def test_a_gradient_that_is_zero_is_not_compared_with_itself(check, no_graph, in_tmp_path, tmp_path):
+    """Queries, keys and values of modules of their own: a key's bias has no gradient."""
+    edit(tmp_path, PACKED, SEPARATE)
+    text = (tmp_path / "my_model.py").read_text()
+    assert PACKED_CALL in text
+    (tmp_path / "my_model.py").write_text(text.replace(PACKED_CALL, SEPARATE_CALL))
+    code, shown = check("my_model.py:OptimizedGPT2Model")
+    assert code == 0 and "13 of 13 GEMMs in FP8: blocks.*.attn.q, blocks.*.attn.k, " in shown, shown
+
+
+def test_a_graph_break_is_named_with_its_line(check, in_tmp_path, tmp_path):
+    edit(tmp_path, RESIDUAL, f"        print(end='')\n{RESIDUAL}")
+    number = (tmp_path / "my_model.py").read_text().partition("print(end")[0].count("\n") + 1
+    code, shown = check("my_model.py:OptimizedGPT2Model")
+    assert code == 0 and f"warn  not one graph under torch.compile: my_model.py:{number}: " in shown
+
+
+@pytest.mark.parametrize("name, message", [
+    ("optimized", "--model optimized: must be path/to/file.py:Class"),
+    ("none.py:Model", "--model none.py:Model: cannot be imported (FileNotFoundError"),
+    ("my_model.py:None", "--model my_model.py:None: cannot be imported (AttributeError"),
+    ("plain.py:Plain", "PlainConfig has no field use_fp8, so it does not train in FP8"),
+    ("my_model.py:Attention", "--model my_model.py:Attention: cannot be built: TypeError")])
+def test_a_model_that_cannot_be_compared_is_one_line(name, message, check, in_tmp_path, tmp_path):
+    edit(tmp_path)
+    Path("plain.py").write_text("import dataclasses\n@dataclasses.dataclass\nclass PlainConfig:\n"
+                                "    vocab_size: int = 64\n    n_positions: int = 64\n\nclass Plain:\n"
+                                "    def __init__(self, config):\n        pass\n")
+    code, shown = check(name)
+    assert code == 2 and message in shown and shown.count("\n") == 1, shown
+
+
+def test_checking_a_model_needs_the_packages():
+    code, shown = run("--model", "my_model.py:MyModel", flags=["-S"])
+    assert code == 2 and shown.count("\n") == 1 and "No module named 'torch'; pip install -r" in shown
+
+
+@pytest.mark.parametrize("given, line", [
+    ("tied_dweight", "computes in FP8 what it computes without"),
+    pytest.param("[]", "fail  wte.weight: its gradient changes by ", marks=pytest.mark.gpu)])
+def test_both_uses_of_a_tied_head_have_a_gradient(given, line, tmp_path):
+    """`embed` adds the gradients in the list that it was given; with another one, a gradient is lost."""
+    pytest.importorskip("triton")
+    edit(tmp_path, OUTPUT, TWO_USES.format(given), model="fast")
+    code, shown = run("--model", f"{tmp_path}/my_model.py:FastGPT2Model")
+    assert code == ("fail" in line) and line in shown and shown.count("fail  ") == code, shown
+    assert "9 of 9 GEMMs in FP8" in shown and "leaves it alone: forward is @torch.compiler.disable" in shown

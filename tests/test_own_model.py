@@ -1,6 +1,8 @@
 """--model: a model of your own, path/to/file.py:Class, and which of the kit's models "auto" means."""
 import dataclasses
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import train
 from nanote import checkpoint, models
 from nanote.config import TrainConfig
-from trainer_tools import losses, metrics, run_script, run_train
+from trainer_tools import ROOT, losses, metrics, run_script, run_train
 
 PLAIN = '''
 import dataclasses
@@ -81,8 +83,8 @@ def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens):
     (f"{PAIR} --n-layer 3", "--n-layer: the config of --model mine.py:Pair has no field n_layer"),
     (f"{PAIR} --pack-documents", "forward of --model mine.py:Pair has no argument cu_seqlens"),
     (f"{PAIR} --optimizer muon", "trains the matrices of model.blocks"),
-    ("--model two.py:Pair --fp8-recipe none", "but NotTheConfig and PairConfig has; annotate the"),
-    ("--model none.py:Pair --fp8-recipe none", "have the fields vocab_size and n_positions, but none has"),
+    ("--model two.py:Pair --fp8-recipe none", "NotTheConfig and PairConfig have the fields vocab_size"),
+    ("--model none.py:Pair --fp8-recipe none", "PairConfig has no n_positions; without a field use_fp8 also"),
     ("--model module.py:Pair --fp8-recipe none", "Pair: its config cannot be stored in a checkpoint as JSON"),
     ("--model needs.py:Pair --fp8-recipe none", "PairConfig: "),
     ("--model pair.py:Pair --fp8-recipe none", "forward(input_ids, labels) returned a tuple; it must"),
@@ -115,6 +117,72 @@ def test_a_resumed_run_keeps_the_config_and_buffers_that_it_had(tokens):
     assert checkpoint.read_meta("run/step-8")["model_config"]["window"] == 8
     stored = checkpoint.read_tensors("run/step-8")
     assert stored["model.mask"].tolist() == [True] * 8 and stored["model.ids"].tolist() == [1] * 8
+
+
+# ---------------------------------------------------------------- from nanoGPT
+
+NANOGPT = '''
+"""A model with the interface of nanoGPT's model.py."""
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions = nn.Embedding(config.block_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, idx, targets=None):
+        x = self.tokens(idx) + self.positions.weight[:idx.shape[1]]
+        if targets is None:
+            return self.head(x[:, -1:]), None  # of the last position only
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
+'''
+OF_NANOGPT = "--model from_nanogpt.py:Model --fp8-recipe none --n-layer 2 --n-head 2 --n-embd 32"
+
+
+@pytest.fixture
+def nanogpt(monkeypatch):
+    """model.py and the file that the guide writes beside it; returns that file's text."""
+    monkeypatch.setitem(sys.modules, "model", None)  # put back what was there
+    del sys.modules["model"]
+    Path("model.py").write_text(NANOGPT)
+    page = (ROOT / "guide" / "changing_the_model.md").read_text()
+    recipe = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "GPTConfig" in code)
+    Path("from_nanogpt.py").write_text(recipe)
+    return recipe
+
+
+def test_a_nanogpt_model_trains_with_the_recipe_of_the_guide(tokens, nanogpt):
+    assert run_train(f"{RUN} {OF_NANOGPT} --max-steps 8 --lr 1e-2 --out-dir run", tokens) == 0
+    assert losses("run")[-1] < losses("run")[0] - 0.1
+    sampling = ["run", "--device", "cpu", "--max-new-tokens", "4", "--model", "from_nanogpt.py:Model"]
+    assert run_script("sample.py", sampling) == 0
+
+
+def test_what_a_nanogpt_model_lacks_is_said_in_two_lines(tokens, refused, nanogpt):
+    """What its config lacks and, once that is there, all that is wrong with its forward."""
+    options = f"{RUN} --out-dir run --data {tokens}"
+    line = refused(train.run, f"{options} --model model.py:GPT", "train.py")
+    assert "GPTConfig has no n_positions; without a field use_fp8 also pass --fp8-recipe none" in line
+    Path("from_nanogpt.py").write_text(nanogpt.partition("    def forward")[0])
+    line = refused(train.run, f"{options} {OF_NANOGPT}", "train.py")
+    assert "raised IndexError at model.py:29: Target -100 is out of bounds; ignore labels of -100: " in line
+    assert "and forward(input_ids, labels) returned a tuple; it must return the mean loss" in line
 
 
 @pytest.mark.gpu
