@@ -52,6 +52,8 @@ PLACES = {  # {where a run is made: (steps, its size)}. A step has 4 sequences
 }
 SEQUENCES = 4
 TRAINING = "--lr 3e-3 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
+# Options that went wrong together, and more than two: each stack has a row with them.
+MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
 # Rows of model_te_fast for the interpreter; their other options are chosen.
 INTERPRETED = (
     dict(fp8_recipe="delayed", data="packed", use_rotary=False, grad_accum=2, preset="gpt2-124m"),
@@ -184,6 +186,10 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
         left -= pairs_of(rows[-1])
     for name, cheap in (("compile", False), ("layout", "one process"), ("layout", "one process")):
         rows = with_fewer(rows, name, cheap, rules)
+    for options in MORE_THAN_PAIRS:
+        if not any(options.items() <= row.items() for row in rows):
+            whole = rules.complete(options, parameters)
+            rows.append({name: whole[name] for name in names})
     return rows
 
 

@@ -59,8 +59,9 @@ def test_the_rows_have_every_pair_that_is_not_refused(stack):
     assert not pairs.count(stack, rules, rows).missing
     slow = [row for row in rows if row["compile"] and row["layout"] != "one process"]
     assert len(slow) <= 1 and len(rows) < 45
-    # a row less, and some pair is missing
-    assert pairs.count(stack, rules, rows[1:]).missing
+    assert pairs.count(stack, rules, rows[1:]).missing  # no row is without use
+    for options in pair_rows.MORE_THAN_PAIRS:
+        assert any(options.items() <= row.items() for row in rows)
 
 
 def test_a_pair_that_needs_another_card_is_counted_apart():
@@ -106,3 +107,17 @@ def test_a_pair_that_trains_is_not_refused(tmp_path):
     assert pairs.try_refused(trains, folder).startswith("code 0, and must be 2")
     both = pair_rows.Refused((("cuda_graph", "on"), ("compile", True)), "")
     assert pairs.try_refused(both, folder) == ""
+
+
+def test_the_rows_of_a_part_are_read_by_the_others(tmp_path):
+    path, rules = tmp_path / "pairs.json", pair_rows.Rules()
+    rows = pair_rows.covering_array("model_te_fast", rules)
+    for part in ("gpu", "gpus"):
+        some = [row for row in rows if pair_rows.part_of(row) == part]
+        pairs.write_part(path, part, {"model_te_fast": some, "te": []}, 0, [])
+    parts = pairs.read_parts(path)
+    assert {"gpu", "driver", "torch", "te", "date", "commit", "command"} <= parts["gpu"].keys()
+    read = [row for report in parts.values() for row in pairs.rows_in(report, "model_te_fast")]
+    found = pairs.count("model_te_fast", rules, read)
+    assert not found.missing
+    assert f"| model_te_fast | {len(found.trained)} " in pairs.summary("gpu", {}, parts)[0]
