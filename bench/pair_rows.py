@@ -51,7 +51,7 @@ PLACES = {  # {where a run is made: (steps, its size)}. A step has 4 sequences
     "gpu": (4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024"),
 }
 SEQUENCES = 4
-TRAINING = "--lr 3e-3 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
+TRAINING = "--lr 3e-4 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
 # Options that went wrong together, and more than two: each stack has a row with them.
 MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
 # Rows of model_te_fast for the interpreter; their other options are chosen.

@@ -84,20 +84,25 @@ def host_ms(fp8_state, finite) -> float:
     return statistics.median(times)
 
 
-def measure(config, device, count: int) -> dict:
-    batches = steps.make_batches(config, device)
+def make(config, device, batches):
+    """Return a training step, after it has run once."""
+    steps.free()
+    step = steps.Step(config, device, batches)
+    step(batches, 1e-5)
+    return step
 
-    def make():
-        steps.free()
-        step = steps.Step(config, device, batches)
-        step(batches, 1e-5)
-        return step
 
-    step, finite = make(), torch.ones((), dtype=torch.bool, device=device)
-    figures = {"host_ms": host_ms(step.fp8_state, finite), "kernels": step.kernels,
-               "state_bytes": sum(tensor.nbytes for tensor in step.fp8_state.tensors)}
-    if device.type != "cuda":
-        return figures
+def measure_host(config, device) -> dict:
+    """Return what needs no trace. Call it before any: a profiler slows later launches of its process."""
+    step, finite = make(config, device, steps.make_batches(config, device)), torch.tensor(True, device=device)
+    return {"host_ms": host_ms(step.fp8_state, finite), "kernels": step.kernels,
+            "state_bytes": sum(tensor.nbytes for tensor in step.fp8_state.tensors)}
+
+
+def measure_gpu(config, device, count: int) -> dict:
+    """Return GPU times of save, restore and the whole step, in microseconds."""
+    batches, finite = steps.make_batches(config, device), torch.tensor(True, device=device)
+    step = make(config, device, batches)
     with_state = traced(lambda: step(batches, 1e-5), count)
 
     def save_and_restore():
@@ -106,11 +111,11 @@ def measure(config, device, count: int) -> dict:
     alone = traced(CudaGraph(save_and_restore), count)
     step = None
     with mock.patch.object(FP8State, "save"), mock.patch.object(FP8State, "restore"):
-        step = make()
+        step = make(config, device, batches)
         without = traced(lambda: step(batches, 1e-5), count)
     launches, own_us = difference(with_state, without)
     step_us = sum(with_state[1].values())
-    return figures | {
+    return {
         "launches": launches, "own_us": own_us, "step_us": step_us, "share": own_us / step_us,
         "alone_launches": sum(alone[0].values()), "alone_us": sum(alone[1].values())}
 
@@ -118,9 +123,13 @@ def measure(config, device, count: int) -> dict:
 def main(argv=None) -> None:
     options, device = parse(Options, argv, "bench/skipped_step.py", __doc__), pick_device("auto")
     rows = Rows(options.json, ["model", "shape"], "bench/skipped_step.py", argv)
-    for model in options.models:
-        config = steps.make_config(steps.SHAPES[options.shape] | {"model": model}, device)
-        figures = measure(config, device, options.steps)
+    configs = {model: steps.make_config(steps.SHAPES[options.shape] | {"model": model}, device)
+               for model in options.models}
+    on_host = {model: measure_host(config, device) for model, config in configs.items()}
+    for model, config in configs.items():
+        figures = on_host[model]
+        if device.type == "cuda":
+            figures |= measure_gpu(config, device, options.steps)
         label = f"{model} {options.shape}: " + ", ".join(
             f"{name} {value:.4g}" for name, value in figures.items() if not isinstance(value, str))
         rows.add(figures | {"model": model, "shape": options.shape, "triton": triton_version(),

@@ -203,6 +203,8 @@ REFUSED = (
     (FAST, ("attention", ("sdpa", "te", "flash")), "it has an attention kernel of its own"),
     (FAST, ("offload_activations", ON), "it cannot move what it saves"),
     (("NANOTE_ENGINE", ("fast",)), NOT_DELAYED, "fast_kernels has delayed scaling only"),
+    (("NANOTE_ENGINE", ("fast",)), ("dtype", ("float32",)), ("fp8_recipe", ("delayed",)),
+     "its FP8 GEMMs take BF16 weights"),
     (("NANOTE_ENGINE", ("reference",)), ("fp8_recipe", ("nvfp4", "custom")), "only TE has this recipe"),
     (("NANOTE_ENGINE", ("te",)), ("compile", ON), ("fp8_recipe", ("delayed",)),
      "TE does not support delayed scaling under torch.compile; NANOTE_ENGINE=fast (Hopper) does"),

@@ -35,6 +35,7 @@ class FP8State:
     def __init__(self, model):
         """`model`: with all its modules; it may have no FP8 state yet."""
         self.modules = [(name, part) for name, part in model.named_modules() if hasattr(part, "fp8_meta")]
+        self.found = []  # recipes and states of the modules, from which the tensors were taken
         self.tensors = []  # all scales, then all histories, as the modules have them now
         self.flat, self.parts = [], []  # the tensors, and their parts of `new`, all one-dimensional
         self.saved = self.new = None  # the values of all tensors before the step, and after it
@@ -92,13 +93,26 @@ class FP8State:
                 names.append((f"{name} {prefix}{kinds[kind]}", len(state.amax_history)))
         return names
 
+    def _objects(self) -> list:
+        """Return what decides which tensors the state has, to compare by identity. This runs twice a step."""
+        objects = []
+        for _, module in self.modules:
+            meta = module.fp8_meta
+            objects.append(meta.get("recipe"))
+            for direction in TENSORS:
+                state = meta.get(direction)
+                objects += state, getattr(state, "amax_history", None)
+        return objects
+
     def _find(self) -> None:
         """Find the tensors of the state. They change when an engine creates them, or for another recipe; the
         value before the step of one that a step has created is what every engine creates: 1, or zeros."""
+        found = self._objects()
+        if len(found) == len(self.found) and all(map(operator.is_, found, self.found)):
+            return
+        self.found = found
         states = [state for *_, state in self._states()]
         tensors = [state.scale for state in states] + [state.amax_history for state in states]
-        if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
-            return
         sizes = [tensor.numel() for tensor in self.tensors]
         before = dict(zip(map(id, self.tensors), self.saved.split(sizes) if sizes else ()))
         self.tensors, self.flat = tensors, [tensor.view(-1) for tensor in tensors]

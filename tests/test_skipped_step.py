@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,8 +130,13 @@ ON_RANKS = ("huge embeddings", "a loss of NaN")
 def compare_on_ranks(**options):
     """Print the losses after the skipped step, and without it."""
     parallel.start()
-    for event in (*ON_RANKS, None):
-        print("found", losses_after(event, **options), flush=True)
+    try:
+        for event in (*ON_RANKS, None):
+            print("found", losses_after(event, **options), flush=True)
+    except BaseException:  # at an ordinary exit NCCL would wait for graphs of the other rank
+        traceback.print_exc()
+        parallel.exit(1)
+    forget_models()  # NCCL's process group ends only without graphs that use it
     parallel.exit(0)
 
 
