@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from `te.TransformerLayer`: the shortest of the models.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. What is no
-architecture comes from there: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
+architecture: the engine, the FP8 state, initializers.
 
 - A block is one TE module: both norms, QKV, attention (TE chooses the backend), output projection, MLP,
   dropout and both residual additions. `model_te_fused.py` spells it out; start from there to change it.

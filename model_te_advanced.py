@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. What is no
-architecture comes from there: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
+architecture: the engine, the FP8 state, initializers.
 
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.

@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from single layers: every operation is visible.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. What is no
-architecture comes from there: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
+architecture: the engine, the FP8 state, initializers.
 
 - `te.Linear` and `te.LayerNorm` replace `nn.Linear` and `nn.LayerNorm`, and `te.autocast` around the blocks
   turns FP8 on. Start from this file if your model's layers differ from TE's: replace the linear layers.

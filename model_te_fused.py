@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with attention written out.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. What is no
-architecture comes from there: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
+architecture: the engine, the FP8 state, initializers.
 
 - `te.LayerNormLinear` is a norm and a linear layer; `te.LayerNormMLP` is a norm, two linear layers and the
   activation between them. With delayed scaling their norm and activation write FP8 directly.

@@ -72,7 +72,9 @@ def check_multiples(config, **multiples):
     for field, multiple in multiples.items():
         if (value := getattr(config, field)) % multiple:
             works = round_up(value, 128 if field == "vocab_size" else multiple)
-            rule = f"{multiple} (n_head={config.n_head}, use_fp8={config.use_fp8}); {works} works"
+            deciding = ("n_head", "n_kv_head", "use_rotary", "use_fp8")  # the small files have no use_rotary
+            of = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
+            rule = f"{multiple} ({of}); {works} works"
             raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {rule}")
 
 
@@ -158,7 +160,7 @@ def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
-    widest = 256 if is_version2 or major == 9 else 128  # head_dim; of version 4 on Blackwell 128
+    widest = 256 if is_version2 or major == 9 else 128  # head_dim; FlashAttention 4 takes 256 on Hopper only
     fits = flash_attn_func is not None and config.attn_dropout == 0 and major >= (8 if is_version2 else 9)
     fits = fits and config.head_dim % 8 == 0 and config.head_dim <= widest
     if config.attention == "flash" and not fits:

@@ -1244,9 +1244,13 @@ class DotProductAttention(_Module):
         """Attend within each of the packed sequences: query (T, H, D) -> (T, H·D)."""
         tokens = torch.arange(len(query), device=query.device, dtype=torch.int32)
         sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
-        reached = _keys_in_reach(len(query), len(key), window, False, query.device)
+        mask = sequence[:, None] == sequence
+        if window == (-1, 0):  # needs less memory than distances
+            mask = mask.tril()
+        elif window != (-1, -1):
+            mask &= _keys_in_reach(len(query), len(key), window, False, query.device)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        return self._attend(q, k, v, reached & (sequence[:, None] == sequence))[0].transpose(0, 1).flatten(1)
+        return self._attend(q, k, v, mask)[0].transpose(0, 1).flatten(1)
 
     def _attend(self, q, k, v, mask=None, is_causal=False):
         """Return softmax(q·kᵀ · scale)·v over the keys where `mask` is true, zero for a query without any.

@@ -148,15 +148,14 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             batches = loader.batches(step) if loader.has_labels(step) else []  # without a label: no update
             measure = bool(batches) and is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
-            if batches:
-                with profile(step):
+            with profile(step):
+                if batches:
                     with log.fp8_health(step, model) if measure else nullcontext():
                         loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
                                    for i, batch in enumerate(zip(batches, loader.divisors(step))))
-                    norm = update()
-                log.add(step, loss, norm)
-            else:
-                log.add_without_labels(step)
+                    log.add(step, loss, update())
+                else:
+                    log.add_without_labels(step)
             is_last, is_stopped = step == config.max_steps, stop.agreed()
             should_log = is_due(step, config.log_interval, step == 1 or is_last or is_stopped)
             should_eval = is_due(step, config.eval_interval, step == 1 or is_last)

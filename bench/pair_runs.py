@@ -34,7 +34,7 @@ def prepare(place: str) -> None:
     import train
     from nanote import logs, models
     logs.plot_losses = lambda folder: None
-    logs.open_board = lambda *arguments: (lambda scalars, step: None, lambda: None)
+    logs.open_tensorboard = lambda folder, first_step: (lambda scalars, step: None, lambda: None)
     if place == "gpu":
         return
     compile_ = torch.compile

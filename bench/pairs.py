@@ -31,7 +31,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -365,6 +364,10 @@ def run(options: Options, rows: list, folder: Path, argv: list) -> int:
             print(f"FAILED: {refused_command(refused, f'{folder}/corpora')}\n    {wrong}")
     parts = read_parts(Path(options.json) if options.json else JSON)
     parts.pop(options.part, None)
+    for name, report in parts.items():
+        if report["failed"]:
+            failed += report["failed"]
+            print(f"FAILED: {report['failed']} rows of --part {name}, on {report['date']}")
     table, missing = summary(options.part, trained, parts)
     for kind, values in largest.items():
         figures = (f"{name} {value:.2%} (bound {bound:.1%})"
@@ -381,13 +384,8 @@ def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) ->
     reasons = {recipe: recipes.unsupported_reason(recipe) for recipe in OTHER_CARD} if recipes.HAS_TE else {}
     rows = {stack: [list(row.values()) for row in some] for stack, some in trained.items() if some}
     origin = report.Rows(None, (), "bench/pairs.py", argv).origin
-    content = {"commit": commit(), **origin, "failed": failed, "not_on_this_card": reasons, "rows": rows}
+    content = {**origin, "failed": failed, "not_on_this_card": reasons, "rows": rows}
     report.write_json(path, read_parts(path) | {part: content})
-
-
-def commit() -> str | None:
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import operator
 
 import torch
 
-FALL = 2.0**20  # a scale that falls by a larger factor within a step has met an outlier
+OUTLIER_FACTOR = 2.0**20  # a scale that falls by a larger factor within a step has met an outlier
 TENSORS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("output_gradient", "input_gradient")}
 
 
@@ -35,35 +35,38 @@ class FP8State:
     def __init__(self, model):
         """`model`: with all its modules; it may have no FP8 state yet."""
         self.modules = [(name, part) for name, part in model.named_modules() if hasattr(part, "fp8_meta")]
-        self.found = []  # recipes and states of the modules, from which the tensors were taken
+        self.sources = []  # recipes and states of the modules, from which the tensors were taken
         self.tensors = []  # all scales, then all histories, as the modules have them now
         self.flat, self.parts = [], []  # the tensors, and their parts of `new`, all one-dimensional
         self.saved = self.new = None  # the values of all tensors before the step, and after it
+        self.old_scales = self.new_scales = None  # the scales among these
+        self.steps = None  # () int32, counted by `restore`
+        self.fell_at = None  # int32, for each scale the step in which it fell last; 0: it did not
 
     @torch.no_grad()
     def save(self) -> None:
         """Remember the FP8 state before a step."""
-        self._find()
+        self._refresh()
         if self.tensors:
             torch.cat(self.flat, out=self.saved)
 
     @torch.no_grad()
     def restore(self, unless: torch.Tensor) -> None:
-        """Give the FP8 state the values that `save` remembered, unless `unless`, () bool on the device of the
-        state, is true. Call it when the scales of all micro-batches are updated."""
-        self._find()  # the first step creates the state
+        """Restore the state that `save` remembered if `unless` is False. `unless`: bool tensor without
+        dimensions, on the state's device. Call it after the last backward pass of the step."""
+        self._refresh()  # the first step creates the state
         if not self.tensors:
             return
         torch.cat(self.flat, out=self.new)
         torch.where(unless, self.new, self.saved, out=self.new)
         torch._foreach_copy_(self.flat, self.parts)
         self.steps.add_(1)
-        has_fallen = self.old_scales > FALL * self.new_scales
+        has_fallen = self.old_scales > OUTLIER_FACTOR * self.new_scales
         torch.where(has_fallen, self.steps, self.fell_at, out=self.fell_at)
 
     def outliers(self) -> list[tuple[str, int, int]]:
-        """Return the scales that fell by more than FALL within a step since the last call, earliest first:
-        ("blocks.0.mlp fc1_input", how many steps ago, rows of its history). Waits for the device."""
+        """Return the scales that fell by more than OUTLIER_FACTOR within a step since the last call, earliest
+        first: ("blocks.0.mlp fc1_input", how many steps ago, rows of its history). Waits for the device."""
         if not self.tensors:
             return []
         steps, *fell_at = torch.cat([self.steps.view(1), self.fell_at]).tolist()
@@ -76,8 +79,10 @@ class FP8State:
         for name, module in self.modules:
             meta = module.fp8_meta
             recipe = meta.get("recipe")
-            is_used = module._parameters or getattr(recipe, "fp8_dpa", False)  # TE's attention, in FP8 or not
-            for direction in TENSORS if is_used else ():
+            has_weights = next(module.parameters(), None) is not None
+            if not has_weights and not getattr(recipe, "fp8_dpa", False):
+                continue  # TE's attention has scales, which it uses only with fp8_dpa
+            for direction in TENSORS:
                 state = meta.get(direction)
                 if getattr(state, "scale", None) is not None:
                     yield name, module, direction, state
@@ -93,7 +98,7 @@ class FP8State:
                 names.append((f"{name} {prefix}{kinds[kind]}", len(state.amax_history)))
         return names
 
-    def _objects(self) -> list:
+    def _sources(self) -> list:
         """Return what decides which tensors the state has, to compare by identity. This runs twice a step."""
         objects = []
         for _, module in self.modules:
@@ -104,13 +109,15 @@ class FP8State:
                 objects += state, getattr(state, "amax_history", None)
         return objects
 
-    def _find(self) -> None:
-        """Find the tensors of the state. They change when an engine creates them, or for another recipe; the
-        value before the step of one that a step has created is what every engine creates: 1, or zeros."""
-        found = self._objects()
-        if len(found) == len(self.found) and all(map(operator.is_, found, self.found)):
+    def _refresh(self) -> None:
+        """Collect the tensors again if they changed: on their creation, or for another recipe.
+
+        A tensor that was created within the step has no value from before it: `saved` gets the initial one, 1
+        for a scale and 0 for a history."""
+        sources = self._sources()
+        if len(sources) == len(self.sources) and all(map(operator.is_, sources, self.sources)):
             return
-        self.found = found
+        self.sources = sources
         states = [state for *_, state in self._states()]
         tensors = [state.scale for state in states] + [state.amax_history for state in states]
         sizes = [tensor.numel() for tensor in self.tensors]
@@ -118,12 +125,12 @@ class FP8State:
         self.tensors, self.flat = tensors, [tensor.view(-1) for tensor in tensors]
         if not tensors:
             return
-        created = [torch.ones_like(own) for own in self.flat[:len(states)]]
-        created += [torch.zeros_like(own) for own in self.flat[len(states):]]
-        self.saved = torch.cat([before.get(id(own), value) for own, value in zip(tensors, created)])
+        initial = [torch.ones_like(own) for own in self.flat[:len(states)]]
+        initial += [torch.zeros_like(own) for own in self.flat[len(states):]]
+        self.saved = torch.cat([before.get(id(own), value) for own, value in zip(tensors, initial)])
         self.new = torch.empty_like(self.saved)
         self.parts = self.new.split([own.numel() for own in self.flat])
         count = sum(state.scale.numel() for state in states)
         self.old_scales, self.new_scales = self.saved[:count], self.new[:count]
         self.steps = torch.zeros((), dtype=torch.int32, device=self.saved.device)
-        self.fell_at = torch.zeros(count, dtype=torch.int32, device=self.saved.device)  # 0: not
+        self.fell_at = torch.zeros(count, dtype=torch.int32, device=self.saved.device)

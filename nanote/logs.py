@@ -128,18 +128,24 @@ class Log:
         skipped. Collective. Raises Diverged after too many of them."""
         values = [torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending]
         values = parallel.sum_over_ranks(torch.stack(values)).tolist() if values else []
+        reason = ""
         for (step, *_), (loss, norm) in zip(self.pending, values):
             if math.isfinite(loss + norm):
                 self.finite = loss, norm
                 continue
             self.skipped.append(step)
             count, reason = len(self.skipped), f"step {step}: loss {loss}, gradient norm {norm}"
-            if count > MAX_SKIPPED or step == self.config.max_steps and self.finite is None:
-                good = checkpoint.last_good(self.folder, step, self.all_skipped)
-                raise Diverged(f"{reason}, after {count - 1} skipped steps; last good checkpoint: {good}")
+            if count > MAX_SKIPPED:
+                raise self._diverged(reason)
             self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
+        if reason and self.step == self.config.max_steps and self.finite is None:
+            raise self._diverged(reason)
         self.pending.clear()
         self.seconds += time.perf_counter() - self.clock  # until `restart_clock`
+
+    def _diverged(self, reason: str) -> Diverged:
+        good = checkpoint.last_good(self.folder, self.skipped[-1], self.all_skipped)
+        return Diverged(f"{reason}, after {len(self.skipped) - 1} skipped steps; last good checkpoint: {good}")
 
     def say_outliers(self, step: int, fp8_state, updates: int) -> None:
         """Name a scale of delayed scaling that an outlier has lowered, and how long its history holds that.
@@ -153,7 +159,7 @@ class Log:
         more = f" and {len(outliers) - 1} more" if len(outliers) > 1 else ""
         steps = rows if name.endswith("weight") else math.ceil(rows / updates)  # weights are cast once a step
         self.say(f"step {step - ago}: the scale of {name}{more} fell by more than 2^20, and the amax history "
-                 f"holds that outlier for {steps} steps; to forget it sooner, --resume with "
+                 f"holds its new amax for {steps} steps; to forget an outlier sooner, --resume with "
                  "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
 
     def record(self, step: int, lr: float) -> dict:

@@ -115,4 +115,6 @@ def matrices_of_blocks(model) -> list:
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
+    if parallel.mesh(model) is not None:
+        raise ValueError("--optimizer muon: needs whole matrices, and these are sharded; pass --parallel ddp")
     return matrices

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -100,7 +100,11 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
         if lock is not None:
             if old.exists() and not target.exists():
                 os.rename(old, target)
-            shutil.rmtree(work, ignore_errors=True)
+            for left in (new, old):
+                shutil.rmtree(left, ignore_errors=True)
+            Path(lock.name).unlink(missing_ok=True)  # the last: who makes it anew has the folder
+            with suppress(OSError):
+                work.rmdir()
             lock.close()
 
 
