@@ -145,7 +145,8 @@ class Log:
 
     def _diverged(self, reason: str) -> Diverged:
         good = checkpoint.last_good(self.folder, self.skipped[-1], self.all_skipped)
-        return Diverged(f"{reason}, after {len(self.skipped) - 1} skipped steps; last good checkpoint: {good}")
+        before = len(self.skipped) - 1
+        return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
 
     def say_outliers(self, step: int, fp8_state, updates: int) -> None:
         """Name a scale of delayed scaling that an outlier has lowered, and how long its history holds that.

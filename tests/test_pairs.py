@@ -15,8 +15,8 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="te_reference's 
 
 @on_a_cpu
 def test_every_pair_trains_on_te_reference(tmp_path, capfd):
-    """And three rows of model_te_fast in Triton's interpreter. Each refused pair is one line. No pair is missing
-    from these rows and those that results/pairs.json has of GPUs."""
+    """And three rows of model_te_fast in Triton's interpreter. Each refused pair is one line. These rows and
+    those of GPUs in results/pairs.json have every pair."""
     code = pairs.main(["--folder", str(tmp_path / "pairs")])
     out = capfd.readouterr().out
     assert code == 0 and out.endswith("missing: 0\nfailed: 0\n"), out
