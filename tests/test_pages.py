@@ -32,11 +32,9 @@ def test_the_pages_show_what_was_measured():
     assert pages.update(ROOT) == []
 
 
-def test_a_page_is_plain_text_and_not_too_long():
+def test_a_page_is_plain_text():
     for page in PAGES:
         assert "<!--" not in page.read_text(), page.name
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-    assert sum(len(page.read_text().split()) for page in (ROOT / "guide").glob("*.md")) <= 15_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
