@@ -45,6 +45,7 @@ def test_compiled_steps_equal_uncompiled_ones():
     assert_trained_in_turns(make, ("aot_eager", "aot_eager"))
 
 
+@pytest.mark.gpu  # takes ten seconds in Triton's interpreter
 def test_frozen_parts_and_new_batch_sizes():
     """Frozen parts get no gradient; from the second shape on PyTorch compiles with symbolic sizes."""
     torch._dynamo.reset()

@@ -237,5 +237,5 @@ def test_the_fast_model_leaves_a_chosen_attention_to_another(monkeypatch):
     monkeypatch.delenv("NANOTE_ENGINE", raising=False)
     for kernel in ("sdpa", "te", "flash"):
         options = dataclasses.asdict(TrainConfig(attention=kernel))
-        reason = f"--attention {kernel}: it has an attention kernel of its own"
+        reason = f"--attention {kernel}: model_te_fast has one attention kernel"
         assert models.pick_model(options, "cuda", torch.bfloat16) == ("optimized", reason)
