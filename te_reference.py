@@ -1164,7 +1164,7 @@ class DotProductAttention(_Module):
     Format thd: packed sequences of any length, query (T, H, D) -> (T, H·D), with the masks padding and
     padding_causal; `cu_seqlens_q` (int32) holds the start of each, then T.
 
-    `window_size` (left, right): a query attends to so many keys before its own and after it. Its own key has
+    `window_size` (left, right): how many keys before and after its own a query attends to. Its own key has
     the same position; with no_mask and causal_bottom_right counted from the end.
     """
 

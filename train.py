@@ -61,8 +61,7 @@ def main(config: TrainConfig) -> None:
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
-    has_fp8_gpu = device.type == "cuda" and not recipes.IS_REFERENCE
-    config.is_graphable(has_fp8_gpu)  # ValueError if --cuda-graph on is impossible
+    config.is_graphable(recipes.has_fp8_gpu(device))  # ValueError if --cuda-graph on is impossible
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
@@ -131,8 +130,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
         return [*recipes.kept_state(model), dict(vars(fp8_state))]
 
     eager = forward_backward
-    has_fp8_gpu = loader.device.type == "cuda" and not recipes.IS_REFERENCE
-    if config.is_graphable(has_fp8_gpu):  # without these lines everything still trains
+    if config.is_graphable(recipes.has_fp8_gpu(loader.device)):  # without these lines everything still trains
         from nanote.graphs import CudaGraph
         forward_backward = CudaGraph(forward_backward, keep)
         update = CudaGraph(update, keep) if optimizer.capturable else update

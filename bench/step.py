@@ -133,7 +133,7 @@ class Step:
             recipes.find_first_scales(self.model, batches, self.divisor)
         self.fp8_state = FP8State(self.model)
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
-        self.is_graph = config.is_graphable(device.type == "cuda" and not recipes.IS_REFERENCE)
+        self.is_graph = config.is_graphable(recipes.has_fp8_gpu(device))
         if self.is_graph:
             self.run_forward_backward = CudaGraph(self.forward_backward, self.keep)
             if self.optimizer.capturable:

@@ -29,6 +29,11 @@ RECIPES = ("none", *CLASSES)  # and custom:module.function
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
 
 
+def has_fp8_gpu(device) -> bool:
+    """Return whether a run on this device has a GPU with an FP8 engine."""
+    return device.type == "cuda" and not IS_REFERENCE
+
+
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     return f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, {DESCRIPTIONS[ENGINE]}"
