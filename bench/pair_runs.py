@@ -31,8 +31,7 @@ def prepare(place: str) -> None:
     """Replace in this process what a row need not test, and on a CPU what takes too long."""
     import torch
 
-    import train
-    from nanote import logs, models
+    from nanote import logs
     logs.plot_losses = lambda folder: None
     logs.open_tensorboard = lambda folder, first_step: (lambda scalars, step: None, lambda: None)
     if place == "gpu":
@@ -42,11 +41,6 @@ def prepare(place: str) -> None:
     def trace_only(net, **arguments):
         return compile_(net, backend="eager", fullgraph=arguments.get("fullgraph", False))
     torch.compile = trace_only  # the traced graph runs uncompiled: a minute less for each model
-    if place == "interpreter":
-        from fast_kernels import interpreter
-        interpreter.install()
-        train.prepare_cpu = lambda activation: None
-        models._reason_against_fast = lambda options, dtype: ""
 
 
 def make_run(run: dict) -> dict:
