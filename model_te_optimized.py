@@ -162,10 +162,11 @@ def attention_kernel(config):
     is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
     widest = 256 if is_version2 or major == 9 else 128  # head_dim; FlashAttention 4 takes 256 on Hopper only
     fits = flash_attn_func is not None and config.attn_dropout == 0 and major >= (8 if is_version2 else 9)
-    fits = fits and config.head_dim % 8 == 0 and config.head_dim <= widest
+    narrowest = 8 if is_version2 else 24  # FlashAttention 4's gradients for heads of 16 are wrong (4.0.0b36)
+    fits = fits and config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
     if config.attention == "flash" and not fits:
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
-                         f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
+                         f"in multiples of 8 from {narrowest} to {widest} on this GPU; 'sdpa' works")
     best = "flash" if fits and ENGINE != "fast" else "sdpa" if ENGINE == "reference" else "te"
     return best if config.attention == "auto" else config.attention
 

@@ -180,8 +180,10 @@ def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
 def _fa4_supports(head_dim, major):
-    """Return whether FlashAttention 4 is used: its documentation also lists 256 on Blackwell, never run."""
-    if fa4_forward is None or head_dim % 8 or head_dim > 256:
+    """Return whether FlashAttention 4 is used. For heads of 16 its gradients are wrong without an error
+    (version 4.0.0b36), for heads of 24 they are right. Its documentation also lists 256 on Blackwell,
+    never run."""
+    if fa4_forward is None or head_dim % 8 or not 24 <= head_dim <= 256:
         return False
     return major == 9 or major in (10, 11, 12) and head_dim <= 128
 
