@@ -19,8 +19,8 @@ Arms:
             the last two need Blackwell), -block-hybrid (E5M2 gradients), -fused, -te, -custom, -advanced
             (another model file), -eager (no CUDA graph), -te_modules (model_te_optimized), -sdpa,
             -te_attention (another attention), -libraries (that, and SDPA), -accum4 (micro-batches per step),
-            -muon. To save memory: -bf16_moments, -float32_masters, -fp8_param, -loss4 (chunks of the loss),
-            -checkpointing (gradient checkpointing), -offload6 (activations of 6 blocks to the host).
+            -muon. To save memory: -bf16_moments, -float32_masters, -loss4 (chunks of the loss),
+            -checkpointing (gradient checkpointing).
 
 The baseline, plain, stays in memory, and an arm's steps are timed in turns with its steps: `ratio_to_plain`
 comes from these. Times are medians between CUDA events. Before anything is timed, an arm's loss, gradient

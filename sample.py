@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from nanote import checkpoint, memory, models
+from nanote import checkpoint, chunked_loss, models
 from nanote.config import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
@@ -98,7 +98,7 @@ def score(model, tokenizer, path, pack_documents=False):
         raise ValueError(f"{path}: holds no text; name a file that does")
     limit, device, total = model.config.n_positions, next(model.parameters()).device, 0.0
     if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time
-        memory.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
+        chunked_loss.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
     for start in range(0, len(tokens) - 1, limit):
         ids = torch.tensor([tokens[start:start + limit + 1]], device=device)
         inputs, packing = ids[:, :-1], {}

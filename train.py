@@ -235,7 +235,7 @@ def evaluate(model, loader: Loader, tokens: int, is_compiled: bool = False) -> f
 def validation(model, loader: Loader, tokens: int, is_last: bool, is_compiled: bool) -> dict:
     """Return the fields of metrics.jsonl that an evaluation gives; after the last step also without FP8."""
     record = logs.val_record(evaluate(model, loader, tokens, is_compiled), loader.meta)
-    if is_last and recipes.can_be_turned_off(model):
+    if is_last and recipes.uses_fp8(model):
         with recipes.turned_off(model):
             record["val_loss_without_fp8"] = evaluate(model, loader, tokens, is_compiled)
     return record

@@ -44,9 +44,9 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
 }
-NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks", "offload": "offload_activations"}  # accum4 …
+NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # accum4 …
 FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
-    name: {"fp8_format": name} for name in ("e4m3", "hybrid")} | {"fp8_param": {"fp8_param": True}}
+    name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:

@@ -190,8 +190,7 @@ def _tensors(model, optimizer):
     """Yield (name, tensor, whole) of all that is stored; whole: the DTensor of which it is a part."""
     weights = weights_of(model)
     for name, value in weights.values():
-        own = parallel.local_part(value)
-        yield f"model.{name}", own.dequantize() if hasattr(own, "_quantizer") else own, value
+        yield f"model.{name}", parallel.local_part(value), value
     for parameter, state in optimizer.state.items():
         name, whole = weights[id(parameter)]
         for key, value in state.items():
@@ -219,7 +218,7 @@ def weights_of(model) -> dict[int, tuple[str, torch.Tensor]]:
 
 def _has_master(parameter) -> bool:
     """Return whether a float32 master is trained: not of float32 weights, for which TE allocates one too."""
-    return recipes.is_stored_in_fp8(parameter) or parameter.dtype != torch.float32
+    return parameter.dtype != torch.float32
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
@@ -277,13 +276,12 @@ def load(folder, model, optimizer=None) -> dict:
     stored = {name: parallel.local_part(value) for name, value in stored.items()}
     with torch.no_grad(), _errors_naming(folder):
         if optimizer is not None:
-            # before the weights: weights kept in FP8 are quantized with its scales
             recipes.set_state(model, with_prefix(stored, "fp8."))
         for name, value in weights.values():
-            target, weight = parallel.local_part(value), stored[f"model.{name}"]
-            # a float32 run has no masters: its weights are those of a BF16 or FP8 run
-            master = weight if _has_master(target) else stored.get(f"optimizer.{name}.master_param", weight)
-            target.copy_(master)
+            weight = stored[f"model.{name}"]
+            # not rounded to BF16, nor to FP8 as the weights of a run of 0.2 with --fp8-param
+            master = stored.get(f"optimizer.{name}.master_param", weight)
+            parallel.local_part(value).copy_(master)
         if optimizer is not None:
             load_optimizer(optimizer, meta["optimizer_groups"], stored, weights)
             if f"{rng}torch" in stored:  # unless there are more ranks now

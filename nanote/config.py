@@ -83,7 +83,6 @@ class TrainConfig:
     attn_dropout: float = 0.0  # Dropout of attention probabilities.
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"  # Attention kernel; auto: the fastest.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, slower.
-    offload_activations: int = 0  # Keep the saved activations of the first k blocks in host memory.
     loss_chunks: int = 1  # Compute lm_head and loss in this many chunks of tokens: less memory.
 
     # FIELD=VALUE …: fields of the config of --model that are no options of train.py, such as window=32.
@@ -96,7 +95,6 @@ class TrainConfig:
     fp8_amax_history_len: int = 1024  # Delayed scaling: length of the amax history.
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: amax of the history.
     fp8_margin: int = 0  # Delayed scaling: divide scales by 2^margin.
-    fp8_param: bool = False  # Store weights of linear layers in FP8 (the optimizer keeps float32 masters).
     fp8_lm_head: bool = True  # Run the GEMMs of lm_head in FP8, too.
     fp8_skip_first: int = 0  # Keep the first k blocks in high precision.
     fp8_skip_last: int = 0  # Keep the last k blocks in high precision.
@@ -168,7 +166,7 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
         "keep_checkpoints n_positions vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner "
         "loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
-                  "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
+                  "weight_decay grad_clip fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
@@ -180,28 +178,20 @@ NOT_DELAYED = ("fp8_recipe", ("current", "block", "mxfp8", "nvfp4", "custom"))
 # Options that do not go together, as (option, values), and why. The environment variable NANOTE_ENGINE counts
 # as an option. What a model file lacks has no entry here: its config has no such field.
 REFUSED = (
-    (SHARDED, ("fp8_param", ON), "weights in FP8 are not sharded"),
     (SHARDED, ("compile", ON), "not tested with sharded weights"),
-    (SHARDED, ("offload_activations", ON), "not tested with sharded weights"),
     (SHARDED, MUON, "Muon needs whole matrices"),
-    (MUON, ("fp8_param", ON), "Muon does not update weights stored in FP8"),
-    (WITHOUT_FP8, ("fp8_param", ON), "there is no FP8"),
     (WITHOUT_FP8, ("fp8_health_interval", ON), "there is no FP8"),
     (("compile", ON), ("fp8_health_interval", ON), "compiled code runs no hooks"),
     (WITHOUT_GRAPH, ("compile", ON), "--compile-mode reduce-overhead captures its own graphs"),
     (WITHOUT_GRAPH, ("gradient_checkpointing", ON), "recomputation reads random states on the host"),
-    (WITHOUT_GRAPH, ("offload_activations", ON), "offloading allocates host memory in every step"),
     (WITHOUT_GRAPH, ("attn_dropout", ON), "each replay would repeat the dropout mask"),
-    (WITHOUT_GRAPH, ("fp8_param", ON), "FusedAdam updates FP8 weights from Python"),
     (FAST, ("NANOTE_ENGINE", ("te", "reference")), "model_te_fast runs on fast_kernels only"),
     (FAST, NOT_DELAYED, "model_te_fast has delayed scaling only"),
     (FAST, ("dtype", ("float32",)), "weights of model_te_fast are BF16"),
     (FAST, ("compile", ON), "model_te_fast runs uncompiled, fastest in CUDA graphs"),
-    (FAST, ("fp8_param", ON), "weights of model_te_fast are BF16"),
     (FAST, ("attn_dropout", ON), "the attention of model_te_fast has no dropout"),
     (FAST, ("fp8_health_interval", ON), "fused modules of model_te_fast cannot be measured"),
     (FAST, ("attention", ("sdpa", "te", "flash")), "model_te_fast has one attention kernel"),
-    (FAST, ("offload_activations", ON), "what fused kernels save cannot be moved to the host"),
     (("NANOTE_ENGINE", ("fast",)), NOT_DELAYED, "fast_kernels has delayed scaling only"),
     (("NANOTE_ENGINE", ("fast",)), ("dtype", ("float32",)), ("fp8_recipe", ("delayed",)),
      "FP8 GEMMs of fast_kernels take BF16 weights"),
@@ -215,7 +205,8 @@ GONE = dict(  # options of earlier versions, with their defaults
     hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
     grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
     gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
-    betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True)
+    betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True,
+    fp8_param=False, offload_activations=0)
 
 # (options, another one, whether they have no effect with it). What a model lacks is refused in models.py.
 WITHOUT_EFFECT = (
@@ -225,7 +216,6 @@ WITHOUT_EFFECT = (
      lambda config: config.fp8_recipe.partition(":")[0] in ("none", "nvfp4", "custom")),
     ("fp8_lm_head fp8_skip_first fp8_skip_last", "fp8_recipe", lambda config: config.fp8_recipe == "none"),
     ("rope_theta", "use_rotary", lambda config: not config.use_rotary and ".py:" not in config.model),
-    ("param_remainders", "fp8_param", lambda config: config.fp8_param),
     ("param_remainders", "dtype", lambda config: config.dtype == "float32"),
     ("eval_tokens", "eval_interval", lambda config: config.eval_interval == 0 and not config.eval_only),
     ("keep_checkpoints", "checkpoint_interval", lambda config: config.checkpoint_interval == 0),

@@ -26,8 +26,7 @@ def distribute(model, kind: str, grad_accum: int):
     grad_accum, micro-batches a step, decides in which dtype shards' gradients are summed."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                dist.broadcast(tensor.data, src=0)
+            dist.broadcast(tensor.data, src=0)
         if kind != "ddp":
             parallel.shard(model, kind, grad_accum)
     return model

@@ -19,8 +19,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanote import recipes
-
 KINDS = ("input", "weight", "output_gradient")
 # {maximum of the format: (values above this round beyond the maximum, values up to this round to zero)}. Both
 # limits are half a step away: E4M3 has steps of 32 below 448 and of 2^-9 above 0, E5M2 of 8192 and 2^-16.
@@ -112,8 +110,6 @@ def _record(seen, handles, name, module, args, output):
         for prefix, parts in gemms.items():
             weight = torch.cat([part.detach() for part in parts])
             tensors[f"{prefix}weight"] = _statistics(module, f"{prefix}weight", weight)
-            if recipes.is_stored_in_fp8(parts[0]):
-                tensors[f"{prefix}weight"] |= {"saturated": None, "flushed": None}
 
     def record_gradient(gradient):
         tensors = seen[name, module]

@@ -70,17 +70,13 @@ def make_model(config, device, dtype, recipe, saved=None):
     if lost := ignored_options(config, fields if name != "fast" else fields | CHECKED_FOR_FAST):
         print_lost(config, lost)
     model_config = make_model_config(name, options)
-    model = build_model(name, model_config, device=device, dtype=dtype,
-                        fp8_weights_recipe=recipe if config.fp8_param else None)
+    model = build_model(name, model_config, device=device, dtype=dtype)
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
         check_gemms(model, config)
-    if config.offload_activations:
-        from nanote.memory import offload_activations
-        offload_activations(model, config.offload_activations)
     if config.loss_chunks > 1:
-        from nanote.memory import chunk_loss
+        from nanote.chunked_loss import chunk_loss
         chunk_loss(model, config.loss_chunks)
     model.choice = f"on {engine_of(model)}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
@@ -395,16 +391,12 @@ def make_model_config(name, options):
         raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
 
 
-def build_model(name, model_config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
-    """Build a model with parameters on `device` in `dtype`, or in FP8 given a recipe for weights."""
-    quantized = contextlib.nullcontext()
-    if fp8_weights_recipe is not None:
-        quantized = recipes.te.quantized_model_init(enabled=True, recipe=fp8_weights_recipe,
-                                                    preserve_high_precision_init_val=True)
+def build_model(name, model_config, *, device="cpu", dtype=torch.float32):
+    """Build a model with parameters on `device` in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device), quantized:
+        with torch.device(device):
             return model_classes(name)[0](model_config).to(device)  # .to: a model may choose a device itself
     finally:
         torch.set_default_dtype(before)

@@ -72,41 +72,27 @@ class Optimizer:
 
 def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
-    Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
-    is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
+    Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
+    fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     parameters = [p for p in parallel.local_parameters(model) if all(p is not matrix for matrix in matrices)]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
-    # FP8 weights have no BF16 bits that a remainder could complete
-    options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8,
-                   store_param_remainders=config.param_remainders and not config.fp8_param)
+    options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
     fast_adam = None
-    if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
+    if parameters[0].is_cuda and not recipes.IS_REFERENCE:
         from fast_kernels.adam import FastAdam  # needs Triton
         adamw = fast_adam = FastAdam(groups, moment_dtype=moments, **options)
     else:
         adamw = recipes.te.optimizers.FusedAdam(
             groups, adam_w_mode=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
-            master_weights=config.fp8_param or any(p.dtype != torch.float32 for p in parameters),
+            master_weights=any(p.dtype != torch.float32 for p in parameters),
             master_weight_dtype=torch.float32, **options)
-    if config.fp8_param:
-        init_master_weights(model, adamw)
     if matrices:
         from nanote.muon import Muon
         return Optimizer(model, Muon(matrices, lr=config.lr, weight_decay=config.weight_decay), adamw)
     return Optimizer(model, adamw, fast_adam=fast_adam)
-
-
-def init_master_weights(model, optimizer) -> None:
-    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "get_high_precision_init_val"):
-            optimizer.initialize_state(parameter, False)
-            initial = parameter.get_high_precision_init_val().to(parameter.device).float()
-            optimizer.set_scaled_state(parameter, "master_param", initial)
-            parameter.clear_high_precision_init_val()
 
 
 def matrices_of_blocks(model) -> list:

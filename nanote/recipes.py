@@ -110,10 +110,15 @@ def check_shapes(model_config, micro_batch_size, seq_len, name):
 
 # ---------------------------------------------------------------- the state of delayed scaling
 
+def uses_fp8(model):
+    """Return whether the model trains in FP8."""
+    return getattr(model.config, "use_fp8", False)
+
+
 def uses_delayed_scaling(model):
     """Return whether the model trains in FP8 with delayed scaling."""
     recipe = getattr(model, "fp8_recipe", None)
-    return recipe is not None and getattr(model.config, "use_fp8", False) and recipe.delayed()
+    return recipe is not None and uses_fp8(model) and recipe.delayed()
 
 
 def is_fresh(model):
@@ -178,20 +183,10 @@ def preserved_state(model):
             value.copy_(before.get(name, torch.ones(()) if name.endswith(".scale") else torch.zeros(())))
 
 
-def is_stored_in_fp8(parameter):
-    """Return whether a weight is stored in FP8, by TE or by te_reference."""
-    return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")
-
-
-def can_be_turned_off(model):
-    """Return whether the model trains in FP8 with weights in high precision."""
-    return getattr(model.config, "use_fp8", False) and not any(map(is_stored_in_fp8, model.parameters()))
-
-
 @contextmanager
 def turned_off(model):
     """Run the model in the dtype of its weights, without FP8."""
-    before = getattr(model.config, "use_fp8", False)
+    before = uses_fp8(model)
     model.config.use_fp8 = False
     try:
         yield

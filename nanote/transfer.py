@@ -36,7 +36,7 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
         print(f"--init-from {source}: {len(found)} tensors found: {shortened(found)}\n"
               f"  {len(missing)} of the model not found, so as initialized: {shortened(missing)}\n"
               f"  {len(unused)} of the source not used: {shortened(unused)}")
-    if not missing and not unused:  # before the weights: weights kept in FP8 are quantized with its scales
+    if not missing and not unused:
         recipes.set_state(model, checkpoint.with_prefix(tensors, "fp8."))
     parts = {key: parallel.local_part(tensor) for key, tensor in tensors.items()}
     for name, value in needed.items():

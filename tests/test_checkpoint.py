@@ -65,11 +65,9 @@ def shard(folder):
 # ---------------------------------------------------------------- what comes back
 
 IN_FLOAT32 = [
-    dict(), dict(fp8_param=True), dict(moment_dtype="bfloat16"), dict(tie_embeddings=False),
-    dict(fp8_recipe="current")]
+    dict(), dict(moment_dtype="bfloat16"), dict(tie_embeddings=False), dict(fp8_recipe="current")]
 IN_BF16 = [dict(dtype=torch.bfloat16) | options for options in (
-    dict(), dict(fp8_param=True), dict(moment_dtype="bfloat16"), dict(param_remainders=False),
-    dict(optimizer="muon"))]
+    dict(), dict(moment_dtype="bfloat16"), dict(param_remainders=False), dict(optimizer="muon"))]
 
 
 @pytest.mark.parametrize("options", [

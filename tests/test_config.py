@@ -122,13 +122,13 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--max-steps 0", "--max-steps 0: must be at least 1"), ("--lr nan", "--lr nan: must be a number"),
     ("--weight-decay 1e39", "--weight-decay 1e+39: must be a number that float32 can hold"),
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
-    ("--fp8-recipe none --fp8-param", "--fp8-recipe none: does not go with --fp8-param: there is no FP8"),
+    ("--fp8-recipe none --fp8-health-interval 9",
+     "--fp8-recipe none: does not go with --fp8-health-interval 9: there is no FP8"),
     *((f"--{name} {number}", f"--{name} {number}: must be at least 1")
       for name in ("n-inner", "head-dim", "n-kv-head", "n-embd") for number in (0, -8)),
     ("--compile-fullgraph", "without effect; pass --compile too"),
     ("--compile --fp8-health-interval 9", "--compile: does not go with --fp8-health-interval 9: compiled"),
-    ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param: weights in FP8"),
-    ("--parallel fsdp --offload-activations 2", "does not go with --offload-activations")])
+    ("--parallel hsdp --compile", "--parallel hsdp: does not go with --compile: not tested with sharded")])
 def test_options_that_are_impossible_are_refused(given, words):
     assert words in error_of(given)
 

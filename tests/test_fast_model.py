@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 from bench.step import forget_models
-from nanote import ddp, memory, recipes
+from nanote import chunked_loss, ddp, recipes
 from nanote.fp8_state import FP8State
 
 pytest.importorskip("triton")
@@ -226,7 +226,7 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
     for net in (plain, model):
         find_scales(net, make_tokens(0))
         if chunks > 1:
-            memory.chunk_loss(net, chunks)
+            chunked_loss.chunk_loss(net, chunks)
     gradients, expected = ddp.Gradients(model), {}
     for number in range(microbatches):
         options = {} if microbatches == 1 else {"is_first_microbatch": number == 0}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.step import Step, forget_models
-from nanote import memory, recipes
+from nanote import chunked_loss, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients
 from nanote.graphs import CudaGraph
@@ -120,7 +120,7 @@ def test_a_setting_changed_after_capture_is_harmless():
     training = Training(model="optimized")
     expected = trained(Training(model="optimized"))
     found = trained(training, 4)
-    memory.chunk_loss(training.model, 2)
+    chunked_loss.chunk_loss(training.model, 2)
     with torch.no_grad(), recipes.preserved_state(training.model):
         training.model(*batch())
     found += [figure for number in range(4, 8) for figure in training.step(number)]

@@ -76,8 +76,6 @@ def test_other_recipes_have_an_amax_alone(recipe, saturated):
     values = look(make(recipe=recipe))["lm_head"]["weight"]
     assert values["amax"] > 0 and values["scale"] is values["flushed"] is None
     assert values["saturated"] == saturated
-    of_fp8 = look(make(fp8_param=True))["blocks.1.attn.proj"]["weight"]  # nothing is quantized
-    assert of_fp8["amax"] > 0 and of_fp8["saturated"] is of_fp8["flushed"] is None
 
 
 # ---------------------------------------------------------------- the picture

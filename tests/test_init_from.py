@@ -38,7 +38,7 @@ def frozen(source, tokens, options=""):
     return stored("frozen")
 
 
-@pytest.mark.parametrize("options", ["", "--dtype float32", "--optimizer muon", "--fp8-param"])
+@pytest.mark.parametrize("options", ["", "--dtype float32", "--optimizer muon"])
 def test_a_run_starts_where_another_one_ended(tokens, source, capsys, options):
     weights = frozen(source, tokens, options)
     masters = stored(source, "optimizer.")

@@ -1,11 +1,9 @@
-"""What saves memory changes no result: gradient checkpointing, activation offloading, the loss in chunks."""
-
+"""What saves memory changes no result: gradient checkpointing, the loss in chunks."""
 
 import pytest
 import torch
 
-from nanote import memory, models, recipes
-from nanote.config import TrainConfig
+from nanote import chunked_loss, models, recipes
 from nanote.engine import DelayedScaling, te
 from nanote.logs import read_metrics
 from trainer_tools import OPTIONS, losses, metrics, run_train
@@ -13,19 +11,17 @@ from trainer_tools import OPTIONS, losses, metrics, run_train
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=4, n_head=4, dropout=0.1)
 SWITCHES = {
-    "checkpointing": dict(gradient_checkpointing=True), "offload": dict(offload_activations=2),
+    "checkpointing": dict(gradient_checkpointing=True),
     "three parts": dict(loss_chunks=3), "more parts than fit": dict(loss_chunks=100)}
 
 
-def make(name="optimized", offload_activations=0, loss_chunks=1, **options):
+def make(name="optimized", loss_chunks=1, **options):
     torch.manual_seed(0)
     model_class, config_class = models.model_classes(name)
     model = model_class(config_class(**{**TINY, **options})).to(DEVICE)
     model.fp8_recipe = DelayedScaling(amax_history_len=4)
-    if offload_activations:
-        memory.offload_activations(model, offload_activations)
     if loss_chunks > 1:
-        memory.chunk_loss(model, loss_chunks)
+        chunked_loss.chunk_loss(model, loss_chunks)
     return model
 
 
@@ -54,12 +50,12 @@ def run(steps=4, micro_batches=1, **options):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
-def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(use_fp8):
+def test_recomputed_the_loss_is_the_same_bit_for_bit(use_fp8):
     plain, gradients, _ = run(use_fp8=use_fp8)
-    for switch in ("checkpointing", "offload"):
-        losses, ours, _ = run(use_fp8=use_fp8, **SWITCHES[switch])
-        assert torch.equal(losses, plain)
-        assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
+    losses, ours, _ = run(use_fp8=use_fp8, gradient_checkpointing=True)
+    assert torch.equal(losses, plain)
+    for name in gradients:
+        assert torch.equal(ours[name], gradients[name]), name
 
 
 @pytest.mark.parametrize("switch, micro_batches, options", [
@@ -126,13 +122,9 @@ def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
     assert model.lm_head.layer_norm_weight.grad is None
 
 
-def test_an_impossible_combination_is_one_line():
-    for options in (dict(offload_activations=4), dict(offload_activations=1, gradient_checkpointing=True)):
-        with pytest.raises(ValueError, match="offload-activations .*less than the model's 4 blocks, and 0"):
-            make(**options)
+def test_a_model_without_output_is_refused():
     with pytest.raises(ValueError, match="--loss-chunks 2: Linear has no method output"):
-        memory.chunk_loss(torch.nn.Linear(2, 2), 2)
-    assert not TrainConfig(offload_activations=1).is_graphable(has_fp8_gpu=True)
+        chunked_loss.chunk_loss(torch.nn.Linear(2, 2), 2)
 
 
 # ---- the trainer
@@ -140,18 +132,15 @@ def test_an_impossible_combination_is_one_line():
 def test_trains_and_resumes(tokens, tmp_path):
     options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 4"
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
-    for name, switch in (
-        ("offloaded", "--offload-activations 1"),
-        ("parts", "--loss-chunks 3 --gradient-checkpointing --fp8-health-interval 4")):
-        run = tmp_path / name
-        assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
-        whole = metrics(run)
-        rtol = 2e-3 if name == "parts" else 0
-        assert losses(run) == pytest.approx(losses(tmp_path / "plain"), rel=rtol, abs=0)
-        (run / "step-4").rename(tmp_path / f"{name}-step-4")
-        assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
-        assert metrics(run) == whole
-    looks = read_metrics(tmp_path / "parts" / "fp8_health.jsonl")  # the first part of the head is watched
+    run = tmp_path / "parts"
+    switches = "--loss-chunks 3 --gradient-checkpointing --fp8-health-interval 4"
+    assert run_train(f"{options} {switches} --out-dir {run}", tokens) == 0
+    whole = metrics(run)
+    assert losses(run) == pytest.approx(losses(tmp_path / "plain"), rel=2e-3, abs=0)
+    (run / "step-4").rename(tmp_path / "step-4")
+    assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
+    assert metrics(run) == whole
+    looks = read_metrics(run / "fp8_health.jsonl")  # the first part of the head is watched
     assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
 
 
@@ -178,8 +167,7 @@ def measure(use_fp8, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize(
-    "switch, at_most", [("checkpointing", 0.8), ("offload", 0.95), ("three parts", 0.95)])
+@pytest.mark.parametrize("switch, at_most", [("checkpointing", 0.8), ("three parts", 0.95)])
 def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
     plain, most, gradients = measure(use_fp8)
     losses, peak, ours = measure(use_fp8, **SWITCHES[switch])

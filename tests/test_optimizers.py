@@ -103,8 +103,8 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
 
 
 def test_muon_refuses_what_it_cannot_train(tokens, refused):
-    options = f"{SHORT} --optimizer muon --fp8-param --out-dir run --data {tokens}"
-    assert "does not update weights stored in FP8" in refused(train.run, options)
+    options = f"{SHORT} --optimizer muon --parallel fsdp --out-dir run --data {tokens}"
+    assert "Muon needs whole matrices" in refused(train.run, options)
     with pytest.raises(ValueError, match="matrices of model.blocks, and Linear has none there"):
         make_optimizer(torch.nn.Linear(4, 4), TrainConfig(optimizer="muon"))
 

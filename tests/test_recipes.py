@@ -19,12 +19,11 @@ def make_recipe(name="delayed", history=8, **options):
     return recipes.make(TrainConfig(fp8_recipe=name, fp8_amax_history_len=history, **options))
 
 
-def make(name="optimized", recipe="delayed", history=8, fp8_param=False, **options):
+def make(name="optimized", recipe="delayed", history=8, **options):
     torch.manual_seed(0)
     recipe, config = make_recipe(recipe, history), models.make_model_config(name, TINY | options)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    model = models.build_model(name, config, device=DEVICE, dtype=dtype,
-                               fp8_weights_recipe=recipe if fp8_param else None)
+    model = models.build_model(name, config, device=DEVICE, dtype=dtype)
     model.fp8_recipe = recipe
     return model
 

@@ -95,7 +95,7 @@ def losses_after(event, spoiled=0, eager=False, **options):
 
 OPTIONS = {
     "plain": {}, "most recent": {"fp8_amax_compute_algo": "most_recent"},
-    "checkpointing": {"gradient_checkpointing": True}, "fp8_param": {"fp8_param": True},
+    "checkpointing": {"gradient_checkpointing": True},
     "without FP8": {"fp8_recipe": "none"}, "current": {"fp8_recipe": "current"},
     "muon": {"optimizer": "muon"}}
 on_cpu = pytest.mark.skipif(HAS_GPU, reason="see the tests on GPUs")

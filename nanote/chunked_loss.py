@@ -1,0 +1,101 @@
+"""Compute lm_head and the loss in chunks of the tokens, so that only one chunk of logits exists at a time.
+
+It is applied to a model from outside (--loss-chunks) and changes no result but for rounding. Each chunk's
+forward pass is followed by its backward pass, inside the forward pass of the model, so nothing is computed
+twice. The gradients are kept until the backward pass of the model.
+"""
+import contextlib
+from functools import partial
+
+import torch
+
+from nanote.recipes import round_up
+
+
+def chunk_loss(model, chunks) -> None:
+    """Compute `model.output` in `chunks` chunks of the tokens if labels are given.
+
+    To delayed scaling the chunks are one pass, with one row of the amax history.
+    """
+    if not hasattr(type(model), "output"):
+        raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "
+                         "is_first_microbatch), as the model files have; leave it out")
+    model.output = partial(_chunked_output, model, type(model).output, chunks)
+
+
+@torch.compiler.disable  # it goes backward inside a forward pass
+def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=None, *others):
+    """Return output(model, x, labels, …): logits, or the loss, computed in chunks."""
+    if labels is None:
+        return output(model, x, labels, is_first_microbatch, *others)
+    is_stream = not torch.is_tensor(x)  # the residual of model_te_fast
+    hidden = x.value() if is_stream else x.flatten(0, 1)  # (tokens, n_embd)
+    labels = labels.flatten()
+    label_count = (labels != -100).sum().clamp(min=1)
+    rows = (len(hidden) + chunks - 1) // chunks
+    rows = round_up(rows, 32)  # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
+    chunk_pairs = zip(hidden.split(rows), labels.split(rows))
+
+    def loss_of(chunk, chunk_labels, is_first):
+        """Return what a chunk adds to the mean loss over all labels."""
+        chunk_x = type(x)(chunk) if is_stream else chunk[None]
+        share = (chunk_labels != -100).sum() / label_count
+        return output(model, chunk_x, chunk_labels[None], is_first) * share
+
+    loss = 0.0
+    if not torch.is_grad_enabled():
+        for chunk, chunk_labels in chunk_pairs:
+            # None: evaluation leaves the FP8 weights of training as they are
+            loss = loss + loss_of(chunk, chunk_labels, None)
+        return loss
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden_gradients = []
+    sums = {}  # {parameter of lm_head: its gradient in float32, summed over chunks}
+    is_first = is_first_microbatch is not False  # the first chunk quantizes the weights for all
+    with _without_main_grad(parameters):
+        for chunk, chunk_labels in chunk_pairs:
+            chunk = chunk.detach().requires_grad_()
+            part = loss_of(chunk, chunk_labels, is_first)
+            inputs = [chunk, *parameters]
+            chunk_gradient, *gradients = torch.autograd.grad(part, inputs, allow_unused=True)
+            hidden_gradients.append(chunk_gradient)
+            for parameter, gradient in zip(parameters, gradients):
+                if gradient is None:  # a parameter of another module
+                    continue
+                if parameter in sums:
+                    sums[parameter].add_(gradient)
+                else:
+                    sums[parameter] = gradient.to(torch.float32, copy=True)
+            loss = loss + part.detach()
+            is_first = False
+    parameter_gradients = [total.to(parameter.dtype) for parameter, total in sums.items()]
+    gradients = [torch.cat(hidden_gradients), *parameter_gradients]
+    return _WithGradients.apply(loss, gradients, hidden, *sums)
+
+
+@contextlib.contextmanager
+def _without_main_grad(parameters):
+    """Remove `main_grad` of the parameters inside the context, so that wgrad GEMMs return gradients and do not
+    add to it: a chunk's gradient must be multiplied by the gradient of the loss first."""
+    hidden = {parameter: parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")}
+    for parameter in hidden:
+        del parameter.main_grad
+    try:
+        yield
+    finally:
+        for parameter, main_grad in hidden.items():
+            parameter.main_grad = main_grad
+
+
+class _WithGradients(torch.autograd.Function):
+    """Return a loss whose gradients of the inputs are known; backward multiplies them by the loss's own."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return None, None, *(gradient * d_loss for gradient in ctx.saved_tensors)
