@@ -2,6 +2,7 @@
 
     python bench/edits.py --model fast --json results/fast_edits.json
     NANOTE_ENGINE=fast python bench/edits.py --model optimized --json results/fast_edits.json
+    NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --json results/fast_edits.json
 
 The edited model is a copy of the model file with the diff applied. Its step and the unedited model's take
 turns, on the same random tokens; `ratio` is the speed of the edit over the unedited model, the median over
@@ -31,6 +32,7 @@ from nanote.config import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 CLASSES = {"fast": "FastGPT2Model", "optimized": "OptimizedGPT2Model"}
+OPTIONS = {"offload": {"cuda_graph": "off"}}  # of train.py; offloading allocates host memory in every step
 
 
 @dataclass
@@ -58,12 +60,16 @@ def main(argv=None) -> None:
     rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
     _, unedited = measure("fp8", config, device, options.steps, phases=0)
     diffs = sorted((ROOT / "examples" / "edits" / options.model).glob("*.diff"))
+    untimed = {"tensor_parallel"}  # it needs several GPUs
+    if recipes.ENGINE == "fast":
+        untimed.add("offload")  # fast_kernels has no get_cpu_offload_context
     common = {"model": options.model, "shape": options.shape,
               "engine": "fast" if options.model == "fast" else recipes.ENGINE}
     with tempfile.TemporaryDirectory() as folder:
-        for edit in options.edits or [path.stem for path in diffs if path.stem != "tensor_parallel"]:
+        for edit in options.edits or [path.stem for path in diffs if path.stem not in untimed]:
             path = edited_file(options.model, edit, Path(folder))
-            changed = dataclasses.replace(config, model=f"{path}:{CLASSES[options.model]}")
+            model = f"{path}:{CLASSES[options.model]}"
+            changed = dataclasses.replace(config, model=model, **OPTIONS.get(edit, {}))
             figures = attempt("fp8", changed, device, options.steps, unedited, phases=0, ratio="ratio")[0]
             rows.add(figures | common | {"edit": edit})
 

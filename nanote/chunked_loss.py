@@ -76,8 +76,8 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
 
 @contextlib.contextmanager
 def _without_main_grad(parameters):
-    """Remove `main_grad` of the parameters inside the context, so that wgrad GEMMs return gradients and do not
-    add to it: a chunk's gradient must be multiplied by the gradient of the loss first."""
+    """Remove `main_grad` of the parameters inside the context, so that wgrad GEMMs return gradients instead.
+    Those of a chunk cannot be added to `main_grad` yet: they lack the factor of the loss's own gradient."""
     hidden = {parameter: parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")}
     for parameter in hidden:
         del parameter.main_grad

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: E402, F401
-from nanote import checkpoint  # noqa: E402
+from nanote import checkpoint, recipes  # noqa: E402
 from trainer_tools import make_tokens as make_corpus  # noqa: E402
 from trainer_tools import run_script, run_train  # noqa: E402
 
@@ -65,9 +65,15 @@ def make_batch():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def skip_without_te(edit):
+    if edit == "offload" and HAS_GPU and recipes.ENGINE == "fast":
+        pytest.skip("fast_kernels has no get_cpu_offload_context")
+
+
 @pytest.mark.parametrize("edit, model", sorted((path.stem, path.parent.name) for path in DIFFS))
 def test_the_edited_model_trains_in_fp8(edit, model, build):
     """`model(input_ids, labels)` returns the loss, which is what train.py calls."""
+    skip_without_te(edit)
     net, batch = build(model, edit), make_batch()
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=1e-2)
@@ -128,6 +134,45 @@ def test_edits_of_loss_and_attention(model, build):
         torch.testing.assert_close(torch.cat(parts, 1), window(ids[:1])[:, :13], rtol=2e-2, atol=2e-2)
 
 
+def losses_and_peak(net, batch):
+    """Return the losses of three steps, the last gradients, and the last step's peak of memory in bytes."""
+    losses, peak = [], 0
+    for _ in range(3):
+        net.zero_grad(set_to_none=True)
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        loss = net(*batch)
+        loss.backward()
+        losses.append(loss.item())
+        if HAS_GPU:
+            peak = torch.cuda.max_memory_allocated() - before
+    return losses, [parameter.grad for parameter in net.parameters()], peak
+
+
+def test_offloaded_blocks_train_alike_in_less_memory(build):
+    skip_without_te("offload")
+    big = SMALL | dict(vocab_size=50304, n_positions=1024, n_embd=512, n_layer=6, n_head=8, attention="auto")
+    options = big if HAS_GPU else SMALL
+    shape = (8, 1025) if HAS_GPU else (2, 17)
+    tokens = torch.randint(options["vocab_size"], shape, device=DEVICE)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    expected, expected_gradients, most = losses_and_peak(build("optimized", "", **options), batch)
+    net = build("optimized", "offload", **options, offload_blocks=options["n_layer"] // 3)
+    losses, gradients, peak = losses_and_peak(net, batch)
+    if not HAS_GPU:  # te_reference moves nothing
+        assert losses == expected
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected_gradients))
+        return
+    assert losses == pytest.approx(expected, rel=2e-3)
+    for ours, theirs in zip(gradients, expected_gradients):
+        assert (ours - theirs).norm() <= 0.1 * theirs.norm()
+    assert peak < 0.95 * most
+    net.eval()
+    with torch.no_grad():
+        net(*batch)  # nothing is saved, so nothing is moved
+
+
 TOGETHER = ("relu_squared soft_cap", "geglu label_smoothing", "residual_scale", "window")
 
 
@@ -171,14 +216,20 @@ def test_what_each_edit_in_plain_pytorch_does(build):
     assert torch.equal(scaled(ids), before)
 
 
-@pytest.mark.parametrize("edit", EDITS if HAS_GPU else ("relu_squared", "second_head", "lora", "new_field"))
+ON_CPU = ("relu_squared", "second_head", "lora", "new_field", "offload")
+
+
+@pytest.mark.parametrize("edit", EDITS if HAS_GPU else ON_CPU)
 def test_train_py_takes_every_edit(edit, tmp_path, monkeypatch):
+    skip_without_te(edit)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "my_model", None)
     tokens, name = make_corpus("tokens"), "my_model.py:OptimizedGPT2Model"
     edited("optimized", edit, tmp_path)
     options = (f"--model {name} --n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 "
                f"--max-steps 2 --eval-tokens 64 --device {DEVICE} --out-dir run")
+    if edit == "offload":
+        options += " --cuda-graph off --set offload_blocks=1"
     assert run_train(options, tokens) == 0
     if edit == "relu_squared":  # whatever train.py's --activation is
         assert checkpoint.read_meta(checkpoint.find("run"))["model_config"]["activation"] == "srelu"
