@@ -19,9 +19,12 @@ class Optimizer:
 
     def __init__(self, model, *parts, fast_adam=None):
         """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
-        self.parts, self.mesh = list(parts), parallel.mesh(model)
+        self.parts = list(parts)
         self.parameters = parallel.local_parameters(model)
-        self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
+        self.mesh = parallel.mesh(model)  # of ranks that have a shard each
+        self.fast_adam = fast_adam
+        self.divided_update = None  # a nanote.peers.DividedUpdate, where each rank updates a part
+        self.capturable = fast_adam is not None  # by a CUDA graph
 
     @property
     def param_groups(self) -> list[dict]:
@@ -46,28 +49,37 @@ class Optimizer:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Return the L2 norm of all gradients, (), and clip it to `max_norm` here or in `step`; 0: do not."""
         max_norm = max_norm or math.inf
-        if self.fast_adam is not None:  # multiplies gradients by the scale as it reads them
-            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
-            self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.fast_adam is None:
+            parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).float()
+            norm = parallel.norm_over_shards(norm, self.mesh)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             return norm
-        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).float()
-        norm = parallel.norm_over_shards(norm, self.mesh)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.divided_update is not None:
+            norm = self.divided_update.gradient_norm()
+        else:
+            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
+        # FastAdam multiplies the gradients by it as it reads them
+        self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def step(self, skip: torch.Tensor) -> None:
         """Update the parameters. If `skip`, () bool, is true, nothing changes, not even a step count."""
-        if self.fast_adam is not None:  # skips on the device where the scale is NaN
-            self.fast_adam.step(grad_scale=torch.where(skip, math.nan, self.gradient_scale))
-        elif not skip:  # waits for the GPU, which costs little where Python launches every kernel
-            for part in self.parts:
-                part.step()
+        if self.fast_adam is None:
+            if not skip:  # waits for the GPU, which costs little where Python launches every kernel
+                for part in self.parts:
+                    part.step()
+            return
+        scale = torch.where(skip, math.nan, self.gradient_scale)  # FastAdam skips on the device if it is NaN
+        if self.divided_update is not None:
+            self.divided_update.step(grad_scale=scale)
+        else:
+            self.fast_adam.step(grad_scale=scale)
 
     def gather_state(self) -> None:
         """Give every rank the whole state, where the update is divided among ranks. Collective."""
-        if self.fast_adam is not None:
-            self.fast_adam.gather_state()
+        if self.divided_update is not None:
+            self.divided_update.gather_state()
 
 
 def make_optimizer(model, config) -> Optimizer:

@@ -1,5 +1,6 @@
 """train.py on two processes that communicate by gloo, as torchrun starts them."""
 import json
+import math
 import os
 import shutil
 import signal
@@ -126,9 +127,10 @@ def test_shards_sum_micro_batches_in_float32(in_tmp_path):
 
 # ---------------------------------------------------------------- an update divided among ranks
 
-# Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.
-UNDIVIDED = """
-import os, sys
+# Two processes divide the update by memory that both have, as GPUs do by peer access; or cannot, for two
+# reasons. Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.
+DIVIDED = """
+import json, os, sys, types
 sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
@@ -139,6 +141,7 @@ from nanote.optimizers import Optimizer
 ranks = parallel.start()
 torch.cuda.device_count = lambda: ranks.count
 torch.cuda.can_device_access_peer = lambda *devices: True
+files = []
 
 
 def not_on_rank_1(size, dtype, device):
@@ -147,34 +150,71 @@ def not_on_rank_1(size, dtype, device):
     return torch.zeros(size, dtype=dtype)
 
 
-for peers.allocate_shared, os.environ["NCCL_P2P_DISABLE"] in ((None, "1"), (not_on_rank_1, "0")):
+def map_file(name, rank, size, dtype):
+    return torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype)
+
+
+def in_a_file(size, dtype, device):
+    files.append(f"memory-{len(files)}")
+    tensor = map_file(files[-1], ranks.rank, size, dtype)
+    tensor.file = files[-1]
+    return tensor
+
+
+def rendezvous(tensor, group):
+    dist.barrier()  # the files of all ranks are there
+    of_ranks = [map_file(tensor.file, rank, len(tensor), tensor.dtype) for rank in range(ranks.count)]
+    of_ranks[ranks.rank] = tensor
+    return types.SimpleNamespace(
+        get_buffer=lambda rank, shape, dtype: of_ranks[rank],
+        buffer_ptrs=[memory.data_ptr() for memory in of_ranks], barrier=dist.barrier)
+
+
+def train(allocate, p2p_disable):
+    # three steps, of which one is not finite on rank 1; prints how, the norms, weights and state
+    peers.allocate_shared, os.environ["NCCL_P2P_DISABLE"] = allocate, p2p_disable
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(2)])
     adam = FastAdam(list(model.parameters()), lr=1e-2)
     optimizer = Optimizer(model, adam, fast_adam=adam)
     gradients = ddp.make_gradients(model, optimizer, grad_accum=1)
-    for factor in (1.0, float("inf") if ranks.rank else 1.0):
+    norms = []
+    for factor in (1.0, float("inf") if ranks.rank else 1.0, 2.0):
         with gradients.accumulate(first=True, last=True):
             (factor * model(torch.full((6, 15), ranks.rank + 1.0)).square().mean()).backward()
         gradients.set_grad()
         norm = optimizer.clip_gradients(0.5)
         optimizer.step(skip=~norm.isfinite())
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    of_rank_0 = weights.clone()
-    dist.broadcast(of_rank_0, src=0)
-    same = torch.equal(weights, of_rank_0) and bool(weights.isfinite().all())
-    print(f"found {gradients.undivided_reason}, {norm.item()}, {same}", flush=True)
+        norms.append(norm.item())
+    optimizer.gather_state()
+    states = [value for state in adam.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *states]
+    numbers = torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()
+    print(json.dumps([gradients.undivided_reason, norms, numbers]), flush=True)
+
+
+peers._symmetric_memory.rendezvous = rendezvous
+train(in_a_file, "0")
+train(None, "1")
+train(not_on_rank_1, "0")
 parallel.exit(0)
 """
 
 
-def test_without_shared_memory_all_ranks_update_all_weights(in_tmp_path):
-    """Where peer access is off, or where one rank cannot share its memory. A step that is not finite on one
-    rank is skipped on all."""
+def test_ranks_divide_the_update_where_they_can_share_memory(in_tmp_path):
+    """Else all ranks update all weights: where peer access is off, or one rank cannot share its memory. All
+    get the same weights and optimizer state. A step that is not finite on one rank is skipped on all."""
     pytest.importorskip("triton")
     environment = dict(LOCAL_WORLD_SIZE="2", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    for output in run_ranks(UNDIVIDED, [str(ROOT)], **environment):
-        found = [line.removeprefix("found ") for line in output.splitlines() if line.startswith("found ")]
-        assert [line.rpartition(", ")[2] for line in found] == ["True", "True"]
-        assert found[0].startswith("NCCL_P2P_DISABLE is set, ") and "inf" not in found[0].split(", ")[0]
-        assert found[1].startswith("memory could not be shared: pidfd_getfd failed, ")
+    outputs = run_ranks(DIVIDED, [str(ROOT)], **environment)
+    of_rank_0, of_rank_1 = [[json.loads(line) for line in output.splitlines() if line.startswith("[")]
+                            for output in outputs]
+    assert of_rank_0 == of_rank_1
+    divided, without_p2p, without_memory = of_rank_0
+    assert divided[0] == "" and without_p2p[0] == "NCCL_P2P_DISABLE is set"
+    assert without_memory[0] == "memory could not be shared: pidfd_getfd failed"
+    first, not_finite, last = divided[1]
+    assert math.isfinite(first) and not math.isfinite(not_finite) and math.isfinite(last)
+    for _, norms, numbers in (without_p2p, without_memory):
+        assert norms == pytest.approx(divided[1], rel=1e-6, nan_ok=True)
+        assert numbers == pytest.approx(divided[2], rel=1e-5, abs=1e-8)
