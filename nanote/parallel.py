@@ -122,6 +122,7 @@ def shard(model, kind: str, grad_accum: int) -> None:
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
     has_two_terms = ranks == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
+    model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead

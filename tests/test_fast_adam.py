@@ -347,8 +347,8 @@ class SharedMemory:
 
 
 def divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch):
-    """Return (parameters, gradients, update) of each rank. The parameters are in two buckets, and parts of the
-    ranks begin within parameters."""
+    """Return (parameters, gradients, update) of each rank. The parameters are in two buckets, and parts of
+    the ranks begin within parameters."""
     elements = sum(math.prod(shape) for shape in SHAPES)
     monkeypatch.setattr(ddp, "BUCKET_BYTES", elements // 2 * gradient_dtype.itemsize)
     memory, made = SharedMemory(ranks), []
@@ -389,7 +389,8 @@ def assert_part_equals(update, parameter, expected, expected_parameter):
 @pytest.mark.parametrize("ranks, dtype, gradient_dtype, remainders", [
     (2, torch.bfloat16, torch.float32, True), (2, torch.float32, torch.float32, False),
     (4, torch.bfloat16, torch.bfloat16, True)])
-def test_a_divided_update_equals_one_of_summed_gradients(ranks, dtype, gradient_dtype, remainders, monkeypatch):
+def test_a_divided_update_equals_one_of_summed_gradients(
+        ranks, dtype, gradient_dtype, remainders, monkeypatch):
     made = divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch)
     params = parameters(dtype)
     alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
