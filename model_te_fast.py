@@ -171,8 +171,8 @@ class FastGPT2Model(nn.Module):
     input_ids and labels are (B, S) int64. Labels are already shifted; -100 is ignored. `fp8_recipe` may be
     replaced before the first pass. In FP8, B·S must be divisible by 16, as FP8 GEMMs demand.
 
-    quantizes_weights_first: whether a pass begins by quantizing all weights in one launch. Set it to False for
-    fully_shard, which gathers the weights of a block when it runs: each module then quantizes its own.
+    quantizes_weights_first: whether a pass begins by quantizing all weights in one launch. Set it to False
+    with fully_shard, which gathers the weights of a block when it runs: each module then quantizes its own.
     """
 
     quantizes_weights_first = True

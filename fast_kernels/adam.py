@@ -186,13 +186,15 @@ class FastAdam(torch.optim.Optimizer):
                  moment_dtype=torch.float32, store_param_remainders=True):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
-        self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
-        self.dtype, self.gradient_dtype = None, None
+        self.moment_dtype = moment_dtype
+        self.store_param_remainders = store_param_remainders
+        self.dtype = None  # of the parameters
+        self.gradient_dtype = None
         self.tables = []  # a _Tables for each parameter group
-        # set by `update_parts`; None: update all elements of all parameters
-        self.parts, self.addends, self.copy_distances = None, None, None
-        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, options | dict(foreach=True))  # which PyTorch's zero_grad reads
+        self.parts = None  # see `update_parts`; None: update all elements of all parameters
+        self.addends = self.copy_distances = None
+        # foreach: for PyTorch's zero_grad
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True))
 
     def add_param_group(self, param_group):
         """Add parameters, also after the first step; their moments and step count start at zero."""
@@ -201,16 +203,22 @@ class FastAdam(torch.optim.Optimizer):
         parameters = group["params"]
         try:
             _check_betas(group["betas"], self.moment_dtype)
-            types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
-            if len(types) != 1 or not types <= set(TYPES):
+            types = {parameter.dtype for parameter in parameters}
+            if self.dtype is not None:
+                types.add(self.dtype)
+            if len(types) != 1 or not types <= TYPES.keys():
                 raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         except ValueError:
             self.param_groups.pop()
             raise
-        self.dtype, = types
-        self.master = "none"
-        if self.dtype == torch.bfloat16:
-            self.master = "remainder" if self.store_param_remainders else "float32"
+        [self.dtype] = types
+        if self.dtype == torch.float32:
+            self.master = "none"
+        elif self.store_param_remainders:
+            self.master = "remainder"
+        else:
+            self.master = "float32"
+        # of this group, or if it is empty of one before
         device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
@@ -261,11 +269,12 @@ class FastAdam(torch.optim.Optimizer):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
-            if group["lr"] is tables.lr and values == tables.values:
+            is_new_lr = group["lr"] is not tables.lr  # a number, or a tensor that no captured graph reads
+            if not is_new_lr and values == tables.values:
                 continue
             self._refuse_while_capturing()
             _check_betas(group["betas"], self.moment_dtype)
-            if group["lr"] is not tables.lr:  # a number, or a tensor that no captured graph reads
+            if is_new_lr:
                 group["lr"] = tables.lr.fill_(float(group["lr"]))
             tables.options.copy_(torch.tensor(values, dtype=torch.float64))
             tables.values = values
@@ -274,26 +283,36 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_options()
-        types = {p.grad.dtype for group in self.param_groups for p in group["params"] if p.grad is not None}
-        if len(types) > 1 or not types <= {self.dtype, torch.float32}:
-            raise ValueError(f"FastAdam: gradients of types {types}: all must be float32, or all have the "
-                             f"parameters' type, {self.dtype}")
-        self.gradient_dtype = types.pop() if types else self.dtype
+        self.gradient_dtype = self._find_gradient_dtype()
         for group, tables in zip(self.param_groups, self.tables):
-            tensors = [x for p in group["params"] for x in (p, p.grad, *self.state[p].values())]
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            addresses = []
+            for parameter in group["params"]:
+                for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
+                    addresses.append(0 if tensor is None else tensor.data_ptr())
             if addresses != tables.addresses:
                 self._refuse_while_capturing()
                 rows = [self._pointer_row(parameter, tables.lr.device) for parameter in group["params"]]
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.addresses = addresses
 
+    def _find_gradient_dtype(self):
+        types = set()
+        for group in self.param_groups:
+            types |= {p.grad.dtype for p in group["params"] if p.grad is not None}
+        if not types:
+            return self.dtype
+        if len(types) > 1 or not types <= {self.dtype, torch.float32}:
+            raise ValueError(f"FastAdam: gradients of types {types}: all must be float32, or all have the "
+                             f"parameters' type, {self.dtype}")
+        return types.pop()
+
     def _pointer_row(self, parameter, device):
+        """Return a row of `_Tables.pointers`."""
         gradient, state, part = parameter.grad, self.state[parameter], self._part(parameter)
         if gradient is None or part.size == 0:
             return [0] * 7
         master = state.get("master_param", parameter)  # without one, not read
-        tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
+        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
         addresses = [tensor.data_ptr() + part.first * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
             raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
@@ -346,9 +365,9 @@ class FastAdam(torch.optim.Optimizer):
                 loss = closure()
         self.prepare()
         copies = 0 if self.copy_distances is None else len(self.copy_distances)
-        is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
+        counted_steps = 1 if grad_scale is None else torch.isfinite(grad_scale)  # 0 or 1
         for group, tables in zip(self.param_groups, self.tables):
-            group["step"] += is_counted
+            group["step"] += counted_steps
             if not len(tables.chunks):
                 continue
             corrections = (1 - tables.options[:2] ** group["step"]).float()
@@ -365,22 +384,29 @@ class FastAdam(torch.optim.Optimizer):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have. Missing
         moments become zero, and missing master weights the parameters. ValueError for a state that does not
         fit, which may then be loaded in part."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
-        state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
+        state = self.state
+        own_tensors = [(group["lr"], group["step"]) for group in self.param_groups]
         # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
         super().load_state_dict({**state_dict, "state": {}})
         self.state = state
-        for group, (lr, step) in zip(self.param_groups, kept):
-            group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
-        for saved_id, parameter in zip(saved_ids, parameters):
-            saved = state_dict["state"].get(saved_id, {})
-            for name, own in state[parameter].items():
-                is_master = name == "master_param" and self.master == "float32"
-                missing = parameter if is_master else torch.zeros_like(own)
-                value = saved.get(name, missing)
-                if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
-                    raise ValueError(
-                        f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own {tuple(own.shape)} "
-                        f"{own.dtype}; int16 is a remainder: use the store_param_remainders of the saved run")
-                own.copy_(value)
+        for group, (lr, step) in zip(self.param_groups, own_tensors):
+            group["lr"] = lr.fill_(float(group["lr"]))
+            group["step"] = step.fill_(int(group.get("step", 0)))
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
+            for parameter, saved_id in zip(group["params"], saved_group["params"]):
+                self._load_parameter(parameter, state_dict["state"].get(saved_id, {}))
+
+    def _load_parameter(self, parameter, saved):
+        """Copy one parameter's saved state into its tensors."""
+        for name, own in self.state[parameter].items():
+            if name in saved:
+                value = saved[name]
+            elif name == "master_param" and self.master == "float32":
+                value = parameter
+            else:
+                value = torch.zeros_like(own)
+            if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
+                raise ValueError(
+                    f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own {tuple(own.shape)} "
+                    f"{own.dtype}; int16 is a remainder: use the store_param_remainders of the saved run")
+            own.copy_(value)

@@ -32,7 +32,10 @@ class Optimizer:
 
     @property
     def state(self) -> dict:
-        return {parameter: values for part in self.parts for parameter, values in part.state.items()}
+        state = {}
+        for part in self.parts:
+            state |= part.state
+        return state
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group, times its "lr_factor" if it has one."""
@@ -87,7 +90,8 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
     is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    parameters = [p for p in parallel.local_parameters(model) if all(p is not matrix for matrix in matrices)]
+    of_muon = set(matrices)
+    parameters = [parameter for parameter in parallel.local_parameters(model) if parameter not in of_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
@@ -123,7 +127,8 @@ def init_master_weights(model, optimizer) -> None:
 
 def matrices_of_blocks(model) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
+    blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
+    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")

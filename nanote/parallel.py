@@ -126,7 +126,7 @@ def shard(model, kind: str, grad_accum: int) -> None:
     weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
     backward pass. With hsdp each machine does so, and machines sum their gradients."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
-    if not len(getattr(model, "blocks", ())):
+    if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
     ranks = dist.get_world_size()
