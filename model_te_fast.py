@@ -27,7 +27,6 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 
 from fast_kernels import fused
 from fast_kernels import modules as te
@@ -171,7 +170,12 @@ class FastGPT2Model(nn.Module):
 
     input_ids and labels are (B, S) int64. Labels are already shifted; -100 is ignored. `fp8_recipe` may be
     replaced before the first pass. In FP8, B·S must be divisible by 16, as FP8 GEMMs demand.
+
+    quantizes_weights_first: whether a pass begins by quantizing all weights in one launch. Set it to False
+    with fully_shard, which gathers the weights of a block when it runs: each module then quantizes its own.
     """
+
+    quantizes_weights_first = True
 
     def __init__(self, config):
         super().__init__()
@@ -245,7 +249,7 @@ class FastGPT2Model(nn.Module):
         """Quantize all FP8 weights in one launch, unless an earlier micro-batch has. Return what modules take
         as is_first_microbatch: False, since their weights are quantized."""
         config = self.config
-        if not config.use_fp8 or isinstance(self, FSDPModule):  # FSDP2 gathers weights block by block
+        if not config.use_fp8 or not self.quantizes_weights_first:
             return is_first_microbatch
         if is_first_microbatch is not False:
             in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]

@@ -1576,6 +1576,13 @@ class FusedAdam(torch.optim.Optimizer):
                     p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
         return loss
 
+    def state_dict(self):
+        state_dict = super().state_dict()
+        if self.capturable:
+            for group in state_dict["param_groups"]:  # copies, since training changes these tensors in place
+                group["lr"], group["step"] = group["lr"].clone(), group["step"].clone()
+        return state_dict
+
     def load_state_dict(self, state_dict):
         # PyTorch casts the state to the parameters' dtype, so restore the saved values afterwards
         super().load_state_dict(state_dict)

@@ -95,8 +95,8 @@ def peak_gib(made, device, occupied) -> float | None:
     allocator does not count."""
     if device.type != "cuda":
         return None
-    peers = getattr(getattr(made, "gradients", None), "peers", None)
-    shared = peers.received.nbytes + peers.weights.nbytes if peers else 0
+    update = getattr(getattr(made, "optimizer", None), "divided_update", None)
+    shared = update.received.nbytes + update.weights.nbytes if update else 0
     return (torch.cuda.max_memory_allocated() - occupied + shared) / 2**30
 
 

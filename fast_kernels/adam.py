@@ -12,7 +12,6 @@ Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 import triton
@@ -34,17 +33,17 @@ def _pointer(address, dtype: tl.constexpr):
 
 @triton.jit
 def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, weight_type: tl.constexpr,
-          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, PEERS: tl.constexpr,
+          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, COPIES: tl.constexpr,
           CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Update one chunk of one parameter, here and on PEERS other GPUs.
+    """Update one chunk of one parameter, and write its weights to COPIES other places, too.
 
     Args:
         pointers: (parameters, 7) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
-            the number of elements, and the address of the gradients that other GPUs have sent.
+            the number of elements, and the address of the gradient's first addend (0 without addends).
         chunks: (programs, 2) int32: row of `pointers`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
-        distances: (PEERS,) int64: bytes from a weight to the same one on each of the other GPUs.
+        distances: (COPIES,) int64: bytes from a weight to each of its copies.
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
@@ -63,15 +62,15 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     if start + CHUNK <= size:  # without a mask, which would prevent 16-byte loads and stores
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, None, tensors, numbers, distances, master, PEERS)
+            _update(offsets, None, tensors, numbers, distances, master, COPIES)
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, offsets < size, tensors, numbers, distances, master, PEERS)
+            _update(offsets, offsets < size, tensors, numbers, distances, master, COPIES)
 
 
 @triton.jit
-def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PEERS: tl.constexpr):
+def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, COPIES: tl.constexpr):
     """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
     weight, gradient, exp_avg, exp_avg_sq, master_weight = tensors
     correction1, correction2, lr, scale, beta1, beta2, eps, weight_decay = numbers
@@ -104,41 +103,41 @@ def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PE
             tl.store(master_weight + offsets, w, mask)
         updated = w.to(weight.dtype.element_ty)
     tl.store(weight + offsets, updated, mask)
-    for peer in tl.static_range(PEERS):
-        address = weight.to(tl.int64) + tl.load(distances + peer)
-        there = tl.multiple_of(address.to(tl.pointer_type(weight.dtype.element_ty)), 16)
-        tl.store(there + offsets, updated, mask)
+    for copy in tl.static_range(COPIES):
+        address = weight.to(tl.int64) + tl.load(distances + copy)
+        copied = tl.multiple_of(address.to(tl.pointer_type(weight.dtype.element_ty)), 16)
+        tl.store(copied + offsets, updated, mask)
 
 
 @triton.jit
-def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
+def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, ADDENDS: tl.constexpr,
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. With
-    PEERS, first sum them over GPUs: each of the others has sent its own, `stride` bytes apart."""
+    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. First
+    add ADDENDS to the gradients, in place; these are `stride` bytes apart."""
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    gradient, size, received = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
+    gradient, size, addend = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
     if start + CHUNK <= size:  # as in `_adam`
-        squares = _sum_of_squares(gradient, received, stride, start, None, PEERS, CHUNK, BLOCK)
+        squares = _sum_of_squares(gradient, addend, stride, start, None, ADDENDS, CHUNK, BLOCK)
     else:
-        squares = _sum_of_squares(gradient, received, stride, start, size, PEERS, CHUNK, BLOCK)
+        squares = _sum_of_squares(gradient, addend, stride, start, size, ADDENDS, CHUNK, BLOCK)
     tl.store(sums + program, tl.sum(squares))
 
 
 @triton.jit
-def _sum_of_squares(gradient, received, stride, start, size, PEERS: tl.constexpr, CHUNK: tl.constexpr,
+def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr, CHUNK: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """Sum gradients over this GPU and its PEERS in float32, and store the sum; return that of its squares."""
+    """Add ADDENDS to a chunk of the gradient, in float32, and store it; return the sum of its squares."""
     squares = tl.zeros((BLOCK,), tl.float32)
     for block in range(CHUNK // BLOCK):
         offsets = start + block * BLOCK + tl.arange(0, BLOCK)
         mask = None if size is None else offsets < size
         g = tl.load(gradient + offsets, mask).to(tl.float32)
-        for peer in tl.static_range(PEERS):
-            sent = (received + peer * stride).to(tl.pointer_type(gradient.dtype.element_ty))
-            g += tl.load(tl.multiple_of(sent, 16) + offsets, mask).to(tl.float32)
-        if PEERS:
+        for number in tl.static_range(ADDENDS):
+            added = (addend + number * stride).to(tl.pointer_type(gradient.dtype.element_ty))
+            g += tl.load(tl.multiple_of(added, 16) + offsets, mask).to(tl.float32)
+        if ADDENDS:
             tl.store(gradient + offsets, g.to(gradient.dtype.element_ty), mask)
             g = g.to(gradient.dtype.element_ty).to(tl.float32)
         squares += g * g if mask is None else tl.where(mask, g * g, 0.0)
@@ -157,11 +156,13 @@ class _Tables:
     values: list | None = None  # host copy of `options`
 
 
-NO_PEERS = SimpleNamespace(  # of a process that updates all parameters; else `FastAdam.divide` sets others
-    count=0, distances=None, stride=0,  # other GPUs; bytes, see `_adam` and `_squares`
-    part=lambda parameter: (0, parameter.numel()),  # first element and number of those updated here
-    received_at=lambda parameter: 0,  # address of the gradients that other GPUs have sent
-    barrier=lambda: None, all_reduce=lambda total: None)
+@dataclass(frozen=True)
+class Part:
+    """The elements of a parameter that a FastAdam updates, after `FastAdam.update_parts`."""
+
+    first: int  # of these elements in the parameter
+    size: int  # their number
+    addend_start: int = 0  # of their addends in a row of `addends`
 
 
 def _check_betas(betas, moment_dtype):
@@ -185,12 +186,15 @@ class FastAdam(torch.optim.Optimizer):
                  moment_dtype=torch.float32, store_param_remainders=True):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
-        self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
-        self.dtype, self.gradient_dtype = None, None
+        self.moment_dtype = moment_dtype
+        self.store_param_remainders = store_param_remainders
+        self.dtype = None  # of the parameters
+        self.gradient_dtype = None
         self.tables = []  # a _Tables for each parameter group
-        self.peers, self.is_summed = NO_PEERS, False  # whether gradients are summed over GPUs, see `divide`
-        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, options | dict(foreach=True))  # which PyTorch's zero_grad reads
+        self.parts = None  # see `update_parts`; None: update all elements of all parameters
+        self.addends = self.copy_distances = None
+        # foreach: for PyTorch's zero_grad
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True))
 
     def add_param_group(self, param_group):
         """Add parameters, also after the first step; their moments and step count start at zero."""
@@ -199,16 +203,22 @@ class FastAdam(torch.optim.Optimizer):
         parameters = group["params"]
         try:
             _check_betas(group["betas"], self.moment_dtype)
-            types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
-            if len(types) != 1 or not types <= set(TYPES):
+            types = {parameter.dtype for parameter in parameters}
+            if self.dtype is not None:
+                types.add(self.dtype)
+            if len(types) != 1 or not types <= TYPES.keys():
                 raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         except ValueError:
             self.param_groups.pop()
             raise
-        self.dtype, = types
-        self.master = "none"
-        if self.dtype == torch.bfloat16:
-            self.master = "remainder" if self.store_param_remainders else "float32"
+        [self.dtype] = types
+        if self.dtype == torch.float32:
+            self.master = "none"
+        elif self.store_param_remainders:
+            self.master = "remainder"
+        else:
+            self.master = "float32"
+        # of this group, or if it is empty of one before
         device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
@@ -227,37 +237,44 @@ class FastAdam(torch.optim.Optimizer):
 
     def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
-        counts = [ceil_div(self.peers.part(p)[1], CHUNK) for p in parameters]
-        chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
+        chunks = []
+        for row, parameter in enumerate(parameters):
+            count = ceil_div(self._part(parameter).size, CHUNK)
+            chunks += [[row, chunk] for chunk in range(count)]
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
-    def divide(self, peers):
-        """Divide the update among `peers`, a nanote.peers.Peers. All ranks must call this.
+    def _part(self, parameter) -> Part:
+        if self.parts is None:
+            return Part(first=0, size=parameter.numel())
+        return self.parts.get(parameter, Part(first=0, size=0))
 
-        From then on call `gradient_norm` once before each `step`: it sums this rank's part of the gradients
-        over all ranks, in place. `step` updates this rank's part of the parameters, here and on the other
-        GPUs. Each rank then has its part of the state only: call `gather_state` before `state_dict`.
+    def update_parts(self, parts, addends, copy_distances):
+        """From now on update a part of each parameter, whose gradient is a sum, and write it to several
+        places. So several optimizers can divide an update. Only the state of the parts is then up to date.
+
+        Call `sum_of_squares` once before each `step`: it adds the addends to the gradients, in place.
+
+        Args:
+            parts: {parameter: Part}; other parameters are not updated.
+            addends: (n, width), of the gradients' dtype: what is added to the gradients of all parts.
+            copy_distances: (m,) int64: bytes from a weight to each of its copies, which `step` writes, too.
         """
-        self.peers = peers
+        self.parts, self.addends, self.copy_distances = parts, addends, copy_distances
         for group, tables in zip(self.param_groups, self.tables):
-            tables.chunks, tables.addresses = self._make_chunks(group["params"]).to(tables.lr.device), None
-
-    def gather_state(self):
-        """Give every rank the whole state after steps of a divided update. All ranks must call this."""
-        if self.peers.count:
-            self.peers.gather([(tensor, parameter) for parameter, state in self.state.items()
-                               for tensor in state.values()])
+            tables.chunks = self._make_chunks(group["params"]).to(tables.lr.device)
+            tables.addresses = None  # `prepare` writes the pointers anew
 
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
-            if group["lr"] is tables.lr and values == tables.values:
+            is_new_lr = group["lr"] is not tables.lr  # a number, or a tensor that no captured graph reads
+            if not is_new_lr and values == tables.values:
                 continue
             self._refuse_while_capturing()
             _check_betas(group["betas"], self.moment_dtype)
-            if group["lr"] is not tables.lr:  # a number, or a tensor that no captured graph reads
+            if is_new_lr:
                 group["lr"] = tables.lr.fill_(float(group["lr"]))
             tables.options.copy_(torch.tensor(values, dtype=torch.float64))
             tables.values = values
@@ -266,34 +283,46 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_options()
-        types = {p.grad.dtype for group in self.param_groups for p in group["params"] if p.grad is not None}
-        if len(types) > 1 or not types <= {self.dtype, torch.float32}:
-            raise ValueError(f"FastAdam: gradients of types {types}: all must be float32, or all have the "
-                             f"parameters' type, {self.dtype}")
-        self.gradient_dtype = types.pop() if types else self.dtype
+        self.gradient_dtype = self._find_gradient_dtype()
         for group, tables in zip(self.param_groups, self.tables):
-            tensors = [x for p in group["params"] for x in (p, p.grad, *self.state[p].values())]
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            addresses = []
+            for parameter in group["params"]:
+                for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
+                    addresses.append(0 if tensor is None else tensor.data_ptr())
             if addresses != tables.addresses:
                 self._refuse_while_capturing()
                 rows = [self._pointer_row(parameter, tables.lr.device) for parameter in group["params"]]
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.addresses = addresses
 
+    def _find_gradient_dtype(self):
+        types = set()
+        for group in self.param_groups:
+            types |= {p.grad.dtype for p in group["params"] if p.grad is not None}
+        if not types:
+            return self.dtype
+        if len(types) > 1 or not types <= {self.dtype, torch.float32}:
+            raise ValueError(f"FastAdam: gradients of types {types}: all must be float32, or all have the "
+                             f"parameters' type, {self.dtype}")
+        return types.pop()
+
     def _pointer_row(self, parameter, device):
-        gradient, state = parameter.grad, self.state[parameter]
-        first, size = self.peers.part(parameter)
-        if gradient is None or not size:
+        """Return a row of `_Tables.pointers`."""
+        gradient, state, part = parameter.grad, self.state[parameter], self._part(parameter)
+        if gradient is None or part.size == 0:
             return [0] * 7
         master = state.get("master_param", parameter)  # without one, not read
-        tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
-        addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
+        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
+        addresses = [tensor.data_ptr() + part.first * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
             raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
         if devices := {str(tensor.device) for tensor in tensors} - {str(device)}:
             raise ValueError(f"FastAdam: tensors of a group on {', '.join(sorted(devices))}, {device}: all "
                              "must be on one device; make the optimizer after the model is moved")
-        return [*addresses, size, self.peers.received_at(parameter)]
+        addend = 0
+        if self.addends is not None:
+            addend = self.addends[0, part.addend_start:].data_ptr()
+        return [*addresses, part.size, addend]
 
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -302,23 +331,26 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gradient_norm(self):
-        """Return the total L2 norm of all gradients, () float32. After `divide` it sums these over ranks."""
+        """Return the total L2 norm of all gradients, () float32."""
+        return self.sum_of_squares().sqrt()
+
+    @torch.no_grad()
+    def sum_of_squares(self):
+        """Return the sum of the squares of all gradients, () float32. After `update_parts`, first add the
+        addends to the gradients; the sum is that of the parts."""
         self.prepare()
-        if self.peers.count and self.is_summed:
-            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
-        self.peers.barrier()  # the gradients of all ranks are there
+        addends, stride = 0, 0
+        if self.addends is not None:
+            addends, stride = len(self.addends), self.addends.stride(0) * self.addends.element_size()
         sums = []
         for tables in self.tables:
             sums.append(torch.empty(len(tables.chunks), device=tables.lr.device))
             if len(tables.chunks):
                 with torch.cuda.device_of(tables.lr):  # Triton launches on the current device
                     _squares[(len(tables.chunks),)](
-                        tables.pointers, tables.chunks, sums[-1], self.peers.stride,
-                        TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
-        total = torch.cat(sums).sum()
-        self.peers.all_reduce(total)
-        self.is_summed = True
-        return total.sqrt()
+                        tables.pointers, tables.chunks, sums[-1], stride,
+                        TYPES[self.gradient_dtype], addends, CHUNK, BLOCK=1024, num_warps=4)
+        return torch.cat(sums).sum()
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
@@ -332,12 +364,10 @@ class FastAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.prepare()
-        if self.peers.count and not self.is_summed:
-            raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
-        self.is_summed = False
-        is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
+        copies = 0 if self.copy_distances is None else len(self.copy_distances)
+        counted_steps = 1 if grad_scale is None else torch.isfinite(grad_scale)  # 0 or 1
         for group, tables in zip(self.param_groups, self.tables):
-            group["step"] += is_counted
+            group["step"] += counted_steps
             if not len(tables.chunks):
                 continue
             corrections = (1 - tables.options[:2] ** group["step"]).float()
@@ -345,9 +375,8 @@ class FastAdam(torch.optim.Optimizer):
             with torch.cuda.device_of(tables.lr):
                 _adam[(len(tables.chunks),)](
                     tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
-                    self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
-                    TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
-        self.peers.barrier()  # the weights of all ranks are there
+                    self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
+                    TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
         return loss
 
     @torch.no_grad()
@@ -355,22 +384,29 @@ class FastAdam(torch.optim.Optimizer):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have. Missing
         moments become zero, and missing master weights the parameters. ValueError for a state that does not
         fit, which may then be loaded in part."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
-        state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
+        state = self.state
+        own_tensors = [(group["lr"], group["step"]) for group in self.param_groups]
         # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
         super().load_state_dict({**state_dict, "state": {}})
         self.state = state
-        for group, (lr, step) in zip(self.param_groups, kept):
-            group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
-        for saved_id, parameter in zip(saved_ids, parameters):
-            saved = state_dict["state"].get(saved_id, {})
-            for name, own in state[parameter].items():
-                is_master = name == "master_param" and self.master == "float32"
-                missing = parameter if is_master else torch.zeros_like(own)
-                value = saved.get(name, missing)
-                if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
-                    raise ValueError(
-                        f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own {tuple(own.shape)} "
-                        f"{own.dtype}; int16 is a remainder: use the store_param_remainders of the saved run")
-                own.copy_(value)
+        for group, (lr, step) in zip(self.param_groups, own_tensors):
+            group["lr"] = lr.fill_(float(group["lr"]))
+            group["step"] = step.fill_(int(group.get("step", 0)))
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"]):
+            for parameter, saved_id in zip(group["params"], saved_group["params"]):
+                self._load_parameter(parameter, state_dict["state"].get(saved_id, {}))
+
+    def _load_parameter(self, parameter, saved):
+        """Copy one parameter's saved state into its tensors."""
+        for name, own in self.state[parameter].items():
+            if name in saved:
+                value = saved[name]
+            elif name == "master_param" and self.master == "float32":
+                value = parameter
+            else:
+                value = torch.zeros_like(own)
+            if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
+                raise ValueError(
+                    f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own {tuple(own.shape)} "
+                    f"{own.dtype}; int16 is a remainder: use the store_param_remainders of the saved run")
+            own.copy_(value)

@@ -575,6 +575,9 @@ def quantize_weights(modules):
         for gemm, name in enumerate(module.weight_names):
             weight, (scale, amax, _) = getattr(module, name), module._quantization(gemm)[1]
             module._check(weight, weight)
+            if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
+                raise ValueError(f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
+                                 "with fully_shard set model.quantizes_weights_first = False")
             weights.append((weight, *module.workspace(gemm), scale, amax))
     if weights:
         x, rowwise, columnwise, scale_inv, scales, amaxes = map(list, zip(*weights))

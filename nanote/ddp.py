@@ -7,6 +7,7 @@ autograd's other gradients are copied or added. Ranks reduce a bucket of gradien
 as soon as its last one is there (arXiv:2006.15704, section 3.2), or send it to peers (nanote/peers.py).
 """
 import contextlib
+import math
 import weakref
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from nanote import parallel
 from nanote.recipes import round_up
 
-ALIGNMENT = 128  # elements: each gradient starts at a multiple of 256 bytes
+ALIGNMENT = 128  # elements: each gradient, and each rank's part, starts at a multiple of 256 bytes
 # NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; one would begin too late.
 BUCKET_BYTES = 128 * 2**20
 
@@ -36,10 +37,15 @@ def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
         return parallel.ShardedGradients(model)
-    gradients = Gradients(model, dtype=torch.float32 if grad_accum * parallel.world_size() > 1 else None)
-    if parallel.world_size() > 1:
-        from nanote import peers
-        gradients.undivided_reason = peers.divide_update(optimizer, gradients)
+    ranks = parallel.world_size()
+    gradients = Gradients(model, dtype=torch.float32 if grad_accum * ranks > 1 else None)
+    if ranks > 1:
+        from nanote.peers import DividedUpdate  # one process does not need it
+        update = DividedUpdate(optimizer.fast_adam, gradients.buckets)
+        gradients.undivided_reason = update.connect()
+        if not gradients.undivided_reason:
+            gradients.reduce_bucket = update.send
+            optimizer.divided_update = update
     return gradients
 
 
@@ -47,28 +53,77 @@ def make_gradients(model, optimizer, grad_accum: int):
 class Bucket:
     """Consecutive parameters of the backward pass, whose gradients are reduced together."""
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     buffer: torch.Tensor | None = None  # (size,)
     size: int = 0
-    offsets: dict = field(default_factory=dict)  # parameter: its first element
+    offsets: dict = field(default_factory=dict)  # {parameter: its first element}
     missing: set = field(default_factory=set)  # parameters without a gradient in this backward pass
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
+
+    def part_size(self, ranks: int) -> int:
+        """Return the elements of each rank's part, where an update is divided; the last has fewer."""
+        return round_up(math.ceil(self.size / ranks), ALIGNMENT)
+
+    def part(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return where a rank's part starts and ends, in elements."""
+        size = self.part_size(ranks)
+        return min(self.size, rank * size), min(self.size, (rank + 1) * size)
+
+
+def all_reduce(bucket: Bucket) -> None:
+    """Sum the gradients of a bucket over ranks."""
+    dist.all_reduce(bucket.buffer)
 
 
 class Gradients:
     """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
-    gradient; on several ranks these must be the same parameters on each rank and in every step."""
+    gradient; on several ranks these must be the same parameters on each rank and in every step.
+
+    reduce_bucket: what ranks do with a complete Bucket, on a CUDA stream of its own; can be replaced.
+    """
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
         """`dtype`: of the gradients; None: that of each parameter."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.active = self.first = self.reduces = False
-        self.buckets, self.bucket_of, self.views = [], {}, {}  # parameter: its Bucket; its part of the buffer
-        self.used, self.is_agreed, self.ranks = set(), False, parallel.world_size()
-        self.peers, self.undivided_reason = None, ""  # why each rank updates all parameters
-        self._allocate(dtype)
+        self.ranks = parallel.world_size()
+        self.reduce_bucket = all_reduce
+        self.undivided_reason = ""  # why each rank updates all parameters
+        self.buckets = []
+        self.bucket_of = {}  # {parameter: its Bucket}
+        self.views = {}  # {parameter: its part of the buffer}
+        self.used = set()  # parameters that have a gradient in this step
+        self.active = False  # whether `accumulate` is running
+        self.first = False  # whether this micro-batch is the first of a step
+        self.reduces = False  # whether it is the last, and there are other ranks
+        self.is_agreed = False  # whether `used` is known to be the same on all ranks
+        self._make_buckets(dtype)
         device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.ranks > 1 else None
+        self._register_hooks()
+
+    def _make_buckets(self, dtype):
+        """Divide the parameters into buckets of one dtype, in about the order of the backward pass."""
+        for parameter in reversed(self.parameters):
+            bucket_dtype = dtype or parameter.dtype
+            size = round_up(parameter.numel(), ALIGNMENT)
+            if not self.buckets or not self._fits(size, bucket_dtype):
+                self.buckets.append(Bucket(bucket_dtype))
+            bucket = self.buckets[-1]
+            self.bucket_of[parameter] = bucket
+            bucket.offsets[parameter] = bucket.size
+            bucket.size += size
+        for bucket in self.buckets:
+            bucket.buffer = torch.zeros(bucket.size, dtype=bucket.dtype, device=self.parameters[0].device)
+            for parameter, start in bucket.offsets.items():
+                self.views[parameter] = bucket.buffer[start:start + parameter.numel()].view_as(parameter)
+
+    def _fits(self, size: int, dtype) -> bool:
+        """Return whether the last bucket has space for as many elements of this dtype."""
+        bucket = self.buckets[-1]
+        return bucket.dtype == dtype and (bucket.size + size) * dtype.itemsize <= BUCKET_BYTES
+
+    def _register_hooks(self):
+        """Let autograd call `_collect` with each parameter that has its gradient."""
         collect = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
 
         def hook(parameter):
@@ -79,33 +134,10 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(hook)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
 
-    def _allocate(self, dtype):
-        """Divide the parameters into buckets of one dtype, in about the order of the backward pass."""
-        for parameter in reversed(self.parameters):
-            kind, size = dtype or parameter.dtype, round_up(parameter.numel(), ALIGNMENT)
-            bucket = self.buckets[-1] if self.buckets else Bucket(None)
-            if bucket.dtype != kind or (bucket.size + size) * kind.itemsize > BUCKET_BYTES:
-                bucket = Bucket(kind)
-                self.buckets.append(bucket)
-            self.bucket_of[parameter], bucket.offsets[parameter] = bucket, bucket.size
-            bucket.size += size
-        for bucket in self.buckets:
-            bucket.buffer = torch.zeros(bucket.size, dtype=bucket.dtype, device=self.parameters[0].device)
-            for parameter, start in bucket.offsets.items():
-                self.views[parameter] = bucket.buffer[start:start + parameter.numel()].view_as(parameter)
-
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
         """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
-        self.first, self.reduces, self.reduced_buckets = first, last and self.ranks > 1, 0
-        if first:
-            self.used.clear()
-        for bucket in self.buckets:
-            bucket.missing, bucket.collected = set(bucket.offsets), []
-        for parameter in self.parameters:  # what another backward pass has left in `grad` is dropped
-            parameter.grad, parameter.main_grad = None, self.views[parameter]
-            parameter.overwrite_main_grad, parameter.grad_added_to_main_grad = first, False
-        self.active = True
+        self._start(first, last)
         try:
             yield
             for bucket in self.buckets:
@@ -119,11 +151,31 @@ class Gradients:
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
             if not self.is_agreed:  # in the first step
-                found = torch.tensor([p in self.used for p in self.parameters], dtype=torch.float)
-                if any(0 < count < self.ranks for count in parallel.sum_over_ranks(found).tolist()):
-                    raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
-                                     "only; let every parameter take part in every loss, or freeze it")
+                self._check_agreement()
             self.is_agreed = True
+
+    def _start(self, first: bool, last: bool):
+        """Prepare parameters and buckets for a backward pass."""
+        self.active, self.first = True, first
+        self.reduces = last and self.ranks > 1
+        self.reduced_buckets = 0
+        if first:
+            self.used.clear()
+        for bucket in self.buckets:
+            bucket.missing, bucket.collected = set(bucket.offsets), []
+        for parameter in self.parameters:
+            parameter.grad = None  # drops what another backward pass has left
+            parameter.main_grad = self.views[parameter]
+            parameter.overwrite_main_grad = first
+            parameter.grad_added_to_main_grad = False
+
+    def _check_agreement(self):
+        """Raise ValueError unless the same parameters have a gradient on all ranks. Collective."""
+        has_gradient = torch.tensor([parameter in self.used for parameter in self.parameters])
+        for count in parallel.sum_over_ranks(has_gradient.float()).tolist():
+            if 0 < count < self.ranks:
+                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
+                                 "only; let every parameter take part in every loss, or freeze it")
 
     def set_grad(self) -> None:
         """Set `grad` of each parameter that has a gradient; the optimizer leaves any other as it is."""
@@ -157,11 +209,13 @@ class Gradients:
             for parameter in bucket.missing:
                 parameter.main_grad.zero_()
         if bucket.collected:
-            views, gradients = map(list, zip(*bucket.collected))
-            # in one dtype, because PyTorch adds tensors of two dtypes one by one
-            copies = views if self.first else [torch.empty_like(view) for view in views]
-            torch._foreach_copy_(copies, gradients)
-            if not self.first:
+            views = [view for view, _ in bucket.collected]
+            gradients = [gradient for _, gradient in bucket.collected]
+            if self.first:
+                torch._foreach_copy_(views, gradients)
+            else:  # in one dtype, because PyTorch adds tensors of two dtypes one by one
+                copies = [torch.empty_like(view) for view in views]
+                torch._foreach_copy_(copies, gradients)
                 torch._foreach_add_(views, copies)
         bucket.missing, bucket.collected = set(), []
         if self.reduces:
@@ -176,7 +230,4 @@ class Gradients:
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                if self.peers is None:
-                    dist.all_reduce(bucket.buffer)
-                else:
-                    self.peers.send(bucket)
+                self.reduce_bucket(bucket)

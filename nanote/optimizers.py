@@ -19,9 +19,12 @@ class Optimizer:
 
     def __init__(self, model, *parts, fast_adam=None):
         """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
-        self.parts, self.mesh = list(parts), parallel.mesh(model)
+        self.parts = list(parts)
         self.parameters = parallel.local_parameters(model)
-        self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
+        self.mesh = parallel.mesh(model)  # of ranks that have a shard each
+        self.fast_adam = fast_adam
+        self.divided_update = None  # a nanote.peers.DividedUpdate, where each rank updates a part
+        self.capturable = fast_adam is not None  # by a CUDA graph
 
     @property
     def param_groups(self) -> list[dict]:
@@ -29,7 +32,10 @@ class Optimizer:
 
     @property
     def state(self) -> dict:
-        return {parameter: values for part in self.parts for parameter, values in part.state.items()}
+        state = {}
+        for part in self.parts:
+            state |= part.state
+        return state
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group, times its "lr_factor" if it has one."""
@@ -46,28 +52,37 @@ class Optimizer:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Return the L2 norm of all gradients, (), and clip it to `max_norm` here or in `step`; 0: do not."""
         max_norm = max_norm or math.inf
-        if self.fast_adam is not None:  # multiplies gradients by the scale as it reads them
-            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
-            self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.fast_adam is None:
+            parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).float()
+            norm = parallel.norm_over_shards(norm, self.mesh)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             return norm
-        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).float()
-        norm = parallel.norm_over_shards(norm, self.mesh)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.divided_update is not None:
+            norm = self.divided_update.gradient_norm()
+        else:
+            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
+        # FastAdam multiplies the gradients by it as it reads them
+        self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def step(self, skip: torch.Tensor) -> None:
         """Update the parameters. If `skip`, () bool, is true, nothing changes, not even a step count."""
-        if self.fast_adam is not None:  # skips on the device where the scale is NaN
-            self.fast_adam.step(grad_scale=torch.where(skip, math.nan, self.gradient_scale))
-        elif not skip:  # waits for the GPU, which costs little where Python launches every kernel
-            for part in self.parts:
-                part.step()
+        if self.fast_adam is None:
+            if not skip:  # waits for the GPU, which costs little where Python launches every kernel
+                for part in self.parts:
+                    part.step()
+            return
+        scale = torch.where(skip, math.nan, self.gradient_scale)  # FastAdam skips on the device if it is NaN
+        if self.divided_update is not None:
+            self.divided_update.step(grad_scale=scale)
+        else:
+            self.fast_adam.step(grad_scale=scale)
 
     def gather_state(self) -> None:
         """Give every rank the whole state, where the update is divided among ranks. Collective."""
-        if self.fast_adam is not None:
-            self.fast_adam.gather_state()
+        if self.divided_update is not None:
+            self.divided_update.gather_state()
 
 
 def make_optimizer(model, config) -> Optimizer:
@@ -75,7 +90,8 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    parameters = [p for p in parallel.local_parameters(model) if all(p is not matrix for matrix in matrices)]
+    of_muon = set(matrices)
+    parameters = [parameter for parameter in parallel.local_parameters(model) if parameter not in of_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
@@ -97,7 +113,8 @@ def make_optimizer(model, config) -> Optimizer:
 
 def matrices_of_blocks(model) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
+    blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
+    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ class Ranks:
 
 def start() -> Ranks:
     """Read torchrun's environment variables and, with several processes, start torch.distributed."""
-    rank, local_rank, count = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    count = int(os.environ.get("WORLD_SIZE", 1))
     if count > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=rank,
-                                world_size=count, store=store_of_these_processes(rank, count))
-    return Ranks(rank, local_rank, max(1, count))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = store_of_these_processes(rank, count)
+        dist.init_process_group(backend, rank=rank, world_size=count, store=store)
+    return Ranks(rank, local_rank, count)
 
 
 def rank() -> int:
@@ -58,50 +62,61 @@ def exit(code: int) -> None:
 
 def torchrun_store() -> dist.Store | None:
     """Return torchrun's key-value store; None without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
-    """Return a part of torchrun's store without the keys of processes that died; None without torchrun. Rank
-    0 proposes a prefix, and lists the processes that answer. PyTorch 2.13 has a count of restarts instead,
-    which differs between machines."""
-    common, name = torchrun_store(), uuid.uuid4().hex
+    """Return a part of torchrun's store that only these processes use; None without torchrun.
+
+    When torchrun starts all processes again, its store has the addresses of those that died, and PyTorch 2.13
+    may connect to them: three of eight restarts after a killed process hung. The count of restarts cannot be
+    a prefix, since it differs between machines. So rank 0 proposes one, and admits the processes that answer.
+    """
+    common, own_name = torchrun_store(), uuid.uuid4().hex
     if common is None:
         return None
     if rank == 0:
-        common.set("nanote-prefix", name)
-        answers = [common.get(f"{name}/{other}").decode() for other in range(1, count)]
-        common.set(f"{name}/members", " ".join(answers))
-        return dist.PrefixStore(name, common)
+        common.set("nanote-prefix", own_name)
+        for other in range(1, count):
+            answer = common.get(f"{own_name}/{other}").decode()  # waits for it
+            common.set(f"{own_name}/admitted/{answer}", "")
+        return dist.PrefixStore(own_name, common)
     while True:
         prefix = common.get("nanote-prefix").decode()
-        common.set(f"{prefix}/{rank}", name)
+        common.set(f"{prefix}/{rank}", own_name)
         time.sleep(0.2)
-        if common.check([f"{prefix}/members"]) and name in common.get(f"{prefix}/members").decode():
+        if common.check([f"{prefix}/admitted/{own_name}"]):  # else the prefix is of a rank 0 that died
             return dist.PrefixStore(prefix, common)
 
 
 def remember_folder(folder: str) -> None:
     """Keep the run's folder for the processes that `torchrun --max-restarts` may start again."""
-    if common := torchrun_store():
+    common = torchrun_store()
+    if common is not None:
         common.set("nanote-folder", folder)
 
 
 def folder_before_restart() -> str | None:
     """Return the folder of the run that torchrun has started again; None in a first start."""
     common = torchrun_store()
-    return common.get("nanote-folder").decode() if common and common.check(["nanote-folder"]) else None
+    if common is None or not common.check(["nanote-folder"]):
+        return None
+    return common.get("nanote-folder").decode()
 
 
 def launcher() -> str:
     """Return how the processes of this run were started, as in a shell."""
-    count, on_this_machine = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    count = int(os.environ.get("WORLD_SIZE", 1))
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    machines = count // on_this_machine
     if count == 1:
         return "python"
-    machines = count // on_this_machine
-    meet = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
-    return f"torchrun {meet}--nproc-per-node {on_this_machine}"
+    if machines == 1:
+        return f"torchrun --nproc-per-node {on_this_machine}"
+    return (f"torchrun --nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+            f"--nproc-per-node {on_this_machine}")
 
 
 # ---------------------------------------------------------------- a sharded model
@@ -111,17 +126,21 @@ def shard(model, kind: str, grad_accum: int) -> None:
     weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
     backward pass. With hsdp each machine does so, and machines sum their gradients."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
-    if not len(getattr(model, "blocks", ())):
+    if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
     ranks = dist.get_world_size()
-    shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if kind == "hsdp" else ranks
-    names = ("replicate", "shard") if kind == "hsdp" else ("shard",)
-    sizes = (ranks // shards, shards)[-len(names):]
-    mesh = init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names)
+    device_type = next(model.parameters()).device.type
+    if kind == "hsdp":
+        shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        sizes = (ranks // shards, shards)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
     has_two_terms = ranks == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
+    model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
@@ -129,12 +148,18 @@ def shard(model, kind: str, grad_accum: int) -> None:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
 
 
+_local_parts = WeakIdKeyDictionary()  # {DTensor: this rank's part}
+
+
 def local_part(parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter, always the same plain parameter in the same memory."""
-    if isinstance(parameter, DTensor) and not hasattr(parameter, "local_part"):
+    """Return this rank's part of a sharded parameter, in the same memory, as a plain parameter: always the
+    same one, so that the optimizer's state can be found with it. Return any other parameter itself."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter not in _local_parts:
         part = parameter.detach().to_local()
-        parameter.local_part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-    return getattr(parameter, "local_part", parameter)
+        _local_parts[parameter] = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return _local_parts[parameter]
 
 
 def local_parameters(model) -> list:
@@ -143,8 +168,9 @@ def local_parameters(model) -> list:
 
 
 def mesh(model) -> DeviceMesh | None:
-    """Return the device mesh of a sharded model."""
-    return getattr(next(model.parameters()), "device_mesh", None)
+    """Return the device mesh of a sharded model; None if it is not sharded."""
+    parameter = next(model.parameters())
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -160,7 +186,8 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
     """Return host memory to load a tensor into; for this rank's part of a sharded parameter of that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
-    mesh, part = parameter.device_mesh, torch.empty(local_part(parameter).shape, dtype=dtype)
+    mesh = parameter.device_mesh
+    part = torch.empty(local_part(parameter).shape, dtype=dtype)
     on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
                               shape=size, stride=parameter.stride())
@@ -170,8 +197,10 @@ class ShardedGradients:
     """As nanote.ddp.Gradients, for a model that FSDP2 has sharded: its gradients, in the same memory."""
 
     def __init__(self, model):
-        self.model, self.undivided_reason = model, ""  # each rank updates its part
-        self.views, self.used = {}, set()  # {this rank's part: its gradient}; parts that have one now
+        self.model = model
+        self.undivided_reason = ""  # each rank updates its part
+        self.views = {}  # {this rank's part of a parameter: its gradient}
+        self.used = set()  # parts that have a gradient in this step
 
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
@@ -182,12 +211,20 @@ class ShardedGradients:
         self.model.set_requires_gradient_sync(last)
         yield
         if last:
-            found = {local_part(p): p.grad.to_local() for p in self.model.parameters() if p.grad is not None}
-            for part in found.keys() - self.views.keys():
-                self.views[part] = torch.empty_like(found[part])
-            torch._foreach_copy_([self.views[part] for part in found], list(found.values()))
-            self.model.zero_grad(set_to_none=True)  # frees FSDP2's gradients
-            self.used = set(found)
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Copy this rank's parts of the gradients to `views`, and free FSDP2's."""
+        gradients = {}
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                gradients[local_part(parameter)] = parameter.grad.to_local()
+        for part, gradient in gradients.items():
+            if part not in self.views:
+                self.views[part] = torch.empty_like(gradient)
+        torch._foreach_copy_([self.views[part] for part in gradients], list(gradients.values()))
+        self.model.zero_grad(set_to_none=True)
+        self.used = set(gradients)
 
     def set_grad(self) -> None:
         """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
@@ -205,18 +242,22 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_of_ranks(value, group=None):
-    """Return the first rank's value that is neither None nor empty; else `value`."""
+    """Return the value of the first rank where it is neither None nor empty; else `value`. Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
-    return next(filter(None, values), value)
+    for found in values:
+        if found:
+            return found
+    return value
 
 
 def on_rank0(function, group=None):
     """Call `function` on rank 0 only. Every rank returns its result, or raises its error."""
     if not dist.is_initialized():
         return function()
-    result = on_each_rank(lambda: (function(),) if rank() == 0 else (), group)
-    return first_of_ranks(result, group)[0]  # of the tuple that is not empty
+    result = [on_each_rank(function if rank() == 0 else lambda: None, group)]
+    dist.broadcast_object_list(result, src=0, group=group)
+    return result[0]
 
 
 def on_each_rank(function, group=None):
@@ -224,15 +265,18 @@ def on_each_rank(function, group=None):
     or the first one; a RuntimeError with the rank where it is neither ValueError nor OSError."""
     if not dist.is_initialized():
         return function()
-    own = result = None
+    result, own_error = None, None
     try:
         result = function()
     except (ValueError, OSError) as error:
-        own = error
+        own_error = error
     except Exception as error:
-        own = RuntimeError(f"rank {rank()}: {error!r}").with_traceback(error.__traceback__)
-    if first := first_of_ranks(own, group):
-        raise own or first
+        own_error = RuntimeError(f"rank {rank()}: {error!r}").with_traceback(error.__traceback__)
+    first_error = first_of_ranks(own_error, group)
+    if own_error is not None:
+        raise own_error
+    if first_error is not None:
+        raise first_error
     return result
 
 
@@ -240,10 +284,11 @@ class StopRequest:
     """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step; a second Ctrl-C stops at once."""
 
     def __init__(self):
-        self.is_received = False  # what is ignored from the start, as under nohup, stays ignored
-        self.previous = {number: signal.signal(number, self._note)
-                         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-                         if signal.getsignal(number) is not signal.SIG_IGN}
+        self.is_received = False
+        self.previous = {}  # {signal: its handler before}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # else it stays ignored, as under nohup
+                self.previous[number] = signal.signal(number, self._note)
 
     def _note(self, number, frame):
         self.is_received = True
@@ -260,4 +305,6 @@ class StopRequest:
     def close(self) -> None:
         """Restore the previous signal handlers."""
         for number, handler in self.previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install
+            if handler is None:  # a handler that Python did not install
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)

@@ -3,7 +3,6 @@
 import copy
 import math
 import types
-import unittest.mock
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: E402, F401
-from nanote import checkpoint, ddp, peers  # noqa: E402
-from nanote.recipes import round_up  # noqa: E402
+from nanote import checkpoint, ddp, parallel, peers  # noqa: E402
 
 LARGEST = fast_adam.LARGEST_BF16_BETA
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
@@ -311,101 +309,132 @@ def test_changed_gradients_raise_during_a_capture():
 
 # ---------------------------------------------------------------- an update divided among GPUs
 
-def divided_among(count, dtype, gradient_dtype, remainders):
-    """Return (parameters, optimizer, buckets) of each rank, which are all in this process and can access each
-    other's memory. Parts of the ranks begin within parameters."""
-    ranks = []
-    for rank in range(count):
-        params, buckets = parameters(dtype), []
-        for some in (params[:2], params[2:]):
-            bucket = ddp.Bucket(gradient_dtype)
-            for parameter in some:
-                bucket.offsets[parameter] = bucket.size
-                bucket.size += round_up(parameter.numel(), ddp.ALIGNMENT)
-            bucket.buffer = torch.zeros(bucket.size, dtype=gradient_dtype, device=DEVICE)
-            for parameter, start in bucket.offsets.items():
-                parameter.grad_dtype = None
-                parameter.grad = bucket.buffer[start:start + parameter.numel()].view_as(parameter)
-            buckets.append(bucket)
-        bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.offsets}
-        with unittest.mock.patch.multiple(torch.distributed, get_rank=lambda rank=rank: rank,
-                                          get_world_size=lambda: count):
-            own = peers.Peers(types.SimpleNamespace(buckets=buckets, bucket_of=bucket_of))
-        own.received = torch.zeros(own.count * own.width, dtype=gradient_dtype, device=DEVICE)
-        own.stride, own.barrier = own.width * gradient_dtype.itemsize, lambda: None  # the ranks take turns
-        own.weights = torch.zeros(sum(bucket.size for bucket in buckets), dtype=dtype, device=DEVICE)
-        for bucket, part in zip(buckets, own.weights.split([bucket.size for bucket in buckets])):
-            for parameter, start in bucket.offsets.items():
-                place = part[start:start + parameter.numel()].view_as(parameter)
-                parameter.data = place.copy_(parameter.detach())
-        options = dict(lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
-        ranks.append((params, FastAdam(groups(params), **options), buckets, own))
-    for rank, (_, optimizer, _, own) in enumerate(ranks):
-        others = [ranks[(rank + step) % count][3] for step in range(1, count)]
-        own.of_others = [(other.rank, other.received) for other in others]
-        own.distances = torch.tensor(
-            [other.weights.data_ptr() - own.weights.data_ptr() for other in others], device=DEVICE)
-        optimizer.divide(own)
-    return [rank[:3] for rank in ranks]
+class SharedMemory:
+    """Memory of ranks that are all in this process, in place of PyTorch's symmetric memory. `rank`: the one
+    whose turn it is to allocate and exchange its memory; in the order of ranks."""
+
+    def __init__(self, ranks):
+        self.ranks, self.rank = ranks, 0
+        self.tensors = []  # of each allocation, those of all ranks
+
+    def allocate_shared(self, size, dtype, device):
+        if self.rank == 0:
+            self.tensors.append([torch.zeros(size, dtype=dtype, device=device) for _ in range(self.ranks)])
+            return self.tensors[-1][0]
+        self.allocations += 1
+        return self.tensors[self.allocations - 1][self.rank]
+
+    def rendezvous(self, tensor, group):
+        tensors = next(tensors for tensors in self.tensors if tensors[self.rank] is tensor)
+        return types.SimpleNamespace(
+            get_buffer=lambda rank, shape, dtype: tensors[rank],
+            buffer_ptrs=[tensor.data_ptr() for tensor in tensors],
+            barrier=lambda: None)  # the ranks take turns
+
+    def start(self, rank, patch):
+        """Let the functions of nanote.peers see one rank of a machine with as many GPUs."""
+        self.rank, self.allocations = rank, 0
+        patch.setenv("LOCAL_WORLD_SIZE", str(self.ranks))
+        patch.setattr(torch.cuda, "device_count", lambda: self.ranks)
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+        patch.setattr(torch.distributed, "get_rank", lambda: rank)
+        patch.setattr(torch.distributed, "get_world_size", lambda: self.ranks)
+        world = types.SimpleNamespace(group_name="world")
+        patch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=world))
+        patch.setattr(parallel, "first_of_ranks", lambda value: value)
+        patch.setattr(peers, "allocate_shared", self.allocate_shared)
+        patch.setattr(peers._symmetric_memory, "rendezvous", self.rendezvous)
 
 
-@pytest.mark.parametrize("count, dtype, gradient_dtype, remainders", [
+def divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch):
+    """Return (parameters, gradients, update) of each rank. The parameters are in two buckets, and parts of
+    the ranks begin within parameters."""
+    elements = sum(math.prod(shape) for shape in SHAPES)
+    monkeypatch.setattr(ddp, "BUCKET_BYTES", elements // 2 * gradient_dtype.itemsize)
+    memory, made = SharedMemory(ranks), []
+    for rank in range(ranks):
+        params = parameters(dtype)
+        gradients = ddp.Gradients(torch.nn.ParameterList(params), gradient_dtype)
+        assert len(gradients.buckets) == 2
+        adam = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
+        with pytest.MonkeyPatch.context() as patch:
+            memory.start(rank, patch)
+            update = peers.DividedUpdate(adam, gradients.buckets)
+            assert update.connect() == ""
+        gradients.used.update(params)
+        gradients.set_grad()
+        made.append((params, gradients, update))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    return made
+
+
+def exact_gradients(seed):
+    """Return multiples of 1/64, whose sums are exact in any order and dtype."""
+    return [(4 * value).round().clamp(-16, 16) / 64 for value in gradients(seed, torch.float32)]
+
+
+def assert_part_equals(update, parameter, expected, expected_parameter):
+    """Compare the state of the part that a rank updates with that of an undivided update."""
+    adam, part = update.fast_adam, update.fast_adam.parts[parameter]
+    elements = slice(part.first, part.first + part.size)
+    state, expected_state = adam.state[parameter], expected.state[expected_parameter]
+    pairs = [  # a compiler may round other operations of the two kernels
+        (state["exp_avg"], expected_state["exp_avg"], 1e-9),
+        (state["exp_avg_sq"], expected_state["exp_avg_sq"], 0),  # a sum of positive numbers
+        (master(adam, parameter), master(expected, expected_parameter), 1e-8)]  # 1e-6 of the learning rate
+    for found, wanted, atol in pairs:
+        torch.testing.assert_close(found.view(-1)[elements], wanted.view(-1)[elements], rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("ranks, dtype, gradient_dtype, remainders", [
     (2, torch.bfloat16, torch.float32, True), (2, torch.float32, torch.float32, False),
     (4, torch.bfloat16, torch.bfloat16, True)])
-def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_dtype, remainders):
-    """Gradients are multiples of 1/64, so that their sums are exact in any order and dtype."""
-    ranks = divided_among(count, dtype, gradient_dtype, remainders)
+def test_a_divided_update_equals_one_of_summed_gradients(
+        ranks, dtype, gradient_dtype, remainders, monkeypatch):
+    made = divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch)
     params = parameters(dtype)
     alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
     for step in range(2):
         for parameter in params:
             parameter.grad_dtype = None
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)
-        for rank, (own, _, _) in enumerate(ranks):
-            for parameter, mine, value in zip(params, own, gradients(10 * step + rank, torch.float32)):
-                value = (4 * value).round().clamp(-16, 16) / 64
+        for rank, (own, _, _) in enumerate(made):
+            for parameter, mine, value in zip(params, own, exact_gradients(10 * step + rank)):
                 mine.grad.copy_(value)
                 parameter.grad += value.to(gradient_dtype)
         norm = alone.gradient_norm()
         alone.step(grad_scale=1 / norm)
-        for _, optimizer, buckets in ranks:
-            for bucket in buckets:
-                optimizer.peers.send(bucket)
-        squares = []
-        for _, optimizer, _ in ranks:
-            optimizer.peers.all_reduce = squares.append
-            optimizer.gradient_norm()
-        assert sum(squares).sqrt().item() == pytest.approx(norm.item(), rel=1e-5)
-        for _, optimizer, _ in ranks:
-            optimizer.step(grad_scale=1 / norm)
-    for own, optimizer, _ in ranks:
-        for parameter, mine, of_first in zip(params, own, ranks[0][0]):
-            assert torch.equal(mine, of_first)
-            first, size = optimizer.peers.part(mine)
-            state, expected_state = optimizer.state[mine], alone.state[parameter]
-            part = slice(first, first + size)
-            for found, expected, atol in (  # a compiler may round other operations of the two kernels
-                    (state["exp_avg"], expected_state["exp_avg"], 1e-9),
-                    (state["exp_avg_sq"], expected_state["exp_avg_sq"], 0),  # a sum of positive numbers
-                    (master(optimizer, mine), master(alone, parameter), 1e-8)):  # 1e-6 of the learning rate
-                torch.testing.assert_close(
-                    found.view(-1)[part], expected.view(-1)[part], rtol=1e-5, atol=atol)
-    parts = [sum(optimizer.peers.part(p)[1] for p in own) for own, optimizer, _ in ranks]
-    assert sum(parts) == sum(p.numel() for p in params) and max(parts) < 1.2 * sum(parts) / count
+        for _, buffers, update in made:
+            for bucket in buffers.buckets:
+                update.send(bucket)
+        of_parts = torch.stack([update.gradient_norm() for _, _, update in made])
+        assert of_parts.norm().item() == pytest.approx(norm.item(), rel=1e-5)
+        for _, _, update in made:
+            update.step(grad_scale=1 / norm)
+    for own, _, update in made:
+        assert_equal(own, made[0][0])
+        for parameter, mine in zip(params, own):
+            assert_part_equals(update, mine, alone, parameter)
+
+
+def test_ranks_have_parts_of_about_one_size(monkeypatch):
+    made = divided_among(4, torch.float32, torch.float32, False, monkeypatch)
+    sizes = [sum(part.size for part in update.fast_adam.parts.values()) for _, _, update in made]
+    elements = sum(math.prod(shape) for shape in SHAPES)
+    assert sum(sizes) == elements and max(sizes) < 1.2 * elements / 4
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
 def test_a_divided_update_at_the_sizes_of_training(monkeypatch):
     monkeypatch.setitem(globals(), "SHAPES", [(50304, 768), (768,), (16384, 1040), (8208,)])
-    test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True)
+    test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True, monkeypatch)
 
 
-def test_a_divided_update_is_not_done_in_part():
-    _, optimizer, _ = divided_among(2, torch.float32, torch.float32, False)[0]
-    optimizer.peers.all_reduce = lambda total: None
+def test_a_divided_update_is_not_done_in_part(monkeypatch):
+    _, _, update = divided_among(2, torch.float32, torch.float32, False, monkeypatch)[0]
     with pytest.raises(ValueError, match="call gradient_norm"):
-        optimizer.step()
-    optimizer.gradient_norm()
+        update.step(grad_scale=torch.ones((), device=DEVICE))
+    update.gradient_norm()
     with pytest.raises(ValueError, match="summed over GPUs already"):
-        optimizer.gradient_norm()
+        update.gradient_norm()

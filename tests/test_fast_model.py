@@ -414,6 +414,11 @@ def test_a_model_under_fully_shard_restores_its_fp8_state(one_process_group, fas
     for model in models:
         for part in (*model.blocks, model):
             fully_shard(part)
+    if fast:
+        with pytest.raises(ValueError, match="set model.quantizes_weights_first = False"):
+            models[0](*make_tokens(0))
+    for model in models:
+        model.quantizes_weights_first = False
     model, other = models
     find_scales(model, make_tokens(1))
     set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)

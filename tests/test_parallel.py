@@ -1,15 +1,20 @@
 """train.py on two processes that communicate by gloo, as torchrun starts them."""
+import gc
 import json
+import math
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
+import train
 from nanote import checkpoint, ddp, parallel
 from trainer_tools import ROOT, RUN_ALL, losses, metrics, run_ranks, run_train
 
@@ -61,31 +66,57 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert losses("nan", "skipped")[-1] == 1 and len(losses("nan")) == STEPS
 
 
+def start_torchrun(options):
+    """Do what `torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py` does, in forks of this
+    process, which has imported everything; return the process that starts the ranks. All print to `log`."""
+    def train_on_a_rank(arguments):
+        gc.collect()  # te_reference would reduce the amaxes of other tests' models
+        torch.set_num_threads(1)  # a fork has no threads of OpenMP
+        assert train.run(arguments) == 0
+        torch.distributed.destroy_process_group()
+
+    def run():
+        log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(log, number)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", run_id="test",
+                              rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork")
+        elastic_launch(config, train_on_a_rank)(options.split())
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
+
+
+def kill_one_rank(torchrun, number):
+    """Send a signal to the last process that torchrun has started."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    os.kill(int(children[-1]), number)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork cannot use the GPU")
 def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tokens):
     """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "9000",
-               "--checkpoint-interval", "30", "--eval-interval", "0",
-               "--micro-batch-size", "2", "--n-layer", "1", "--data", tokens]
-    with open("log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    torchrun = start_torchrun(f"{OPTIONS} --max-steps 9000 --checkpoint-interval 30 --eval-interval 0 "
+                              f"--micro-batch-size 2 --n-layer 1 --data {tokens}")
     wait_for(lambda: "step 40/" in Path("log").read_text())  # not in a save, for which the other rank waits
-    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    kill_one_rank(torchrun, signal.SIGKILL)
     wait_for(lambda: Path("log").read_text().count("tiny from step") == 2)
     begun = checkpoint.latest("out/tiny")
     wait_for(lambda: checkpoint.latest("out/tiny") != begun)
-    os.kill(int(children.read_text().split()[-1]), signal.SIGTERM)
-    assert process.wait(timeout=240) == 0, Path("log").read_text()
-    said = Path("log").read_text()
-    assert "stopped after step" in said and "resume with" in said and os.listdir("out") == ["tiny"]
+    kill_one_rank(torchrun, signal.SIGTERM)
+    torchrun.join(240)
+    printed = Path("log").read_text()
+    assert torchrun.exitcode == 0, printed
+    assert "stopped after step" in printed and "resume with" in printed and os.listdir("out") == ["tiny"]
     last = checkpoint.step_of(checkpoint.latest("out/tiny"))
     assert [record["step"] for record in metrics("out/tiny")] == list(range(1, last + 1))
 
 
 def wait_for(condition, seconds=120):
     until = time.monotonic() + seconds
-    while not condition():
+    while not Path("log").exists() or not condition():
         assert time.monotonic() < until, Path("log").read_text()
         time.sleep(0.05)
 
@@ -93,8 +124,6 @@ def wait_for(condition, seconds=120):
 def test_a_model_without_blocks_is_not_sharded(monkeypatch):
     monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist, "broadcast", lambda tensor, src: None)
-    import torch
-
     with pytest.raises(ValueError, match="--parallel fsdp: shards block by block.*or pass --parallel ddp"):
         ddp.distribute(torch.nn.Linear(3, 3), "fsdp", 1)
 
@@ -126,9 +155,10 @@ def test_shards_sum_micro_batches_in_float32(in_tmp_path):
 
 # ---------------------------------------------------------------- an update divided among ranks
 
-# Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.
-UNDIVIDED = """
-import os, sys
+# Two processes divide the update by memory that both have, as GPUs do by peer access; or cannot, for two
+# reasons. Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.
+DIVIDED = """
+import json, os, sys, types
 sys.path.insert(0, sys.argv[1])
 import torch
 import torch.distributed as dist
@@ -139,6 +169,7 @@ from nanote.optimizers import Optimizer
 ranks = parallel.start()
 torch.cuda.device_count = lambda: ranks.count
 torch.cuda.can_device_access_peer = lambda *devices: True
+files = []
 
 
 def not_on_rank_1(size, dtype, device):
@@ -147,34 +178,71 @@ def not_on_rank_1(size, dtype, device):
     return torch.zeros(size, dtype=dtype)
 
 
-for peers.allocate_shared, os.environ["NCCL_P2P_DISABLE"] in ((None, "1"), (not_on_rank_1, "0")):
+def map_file(name, rank, size, dtype):
+    return torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype)
+
+
+def in_a_file(size, dtype, device):
+    files.append(f"memory-{len(files)}")
+    tensor = map_file(files[-1], ranks.rank, size, dtype)
+    tensor.file = files[-1]
+    return tensor
+
+
+def rendezvous(tensor, group):
+    dist.barrier()  # the files of all ranks are there
+    of_ranks = [map_file(tensor.file, rank, len(tensor), tensor.dtype) for rank in range(ranks.count)]
+    of_ranks[ranks.rank] = tensor
+    return types.SimpleNamespace(
+        get_buffer=lambda rank, shape, dtype: of_ranks[rank],
+        buffer_ptrs=[memory.data_ptr() for memory in of_ranks], barrier=dist.barrier)
+
+
+def train(allocate, p2p_disable):
+    # three steps, of which one is not finite on rank 1; prints how, the norms, weights and state
+    peers.allocate_shared, os.environ["NCCL_P2P_DISABLE"] = allocate, p2p_disable
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(2)])
     adam = FastAdam(list(model.parameters()), lr=1e-2)
     optimizer = Optimizer(model, adam, fast_adam=adam)
     gradients = ddp.make_gradients(model, optimizer, grad_accum=1)
-    for factor in (1.0, float("inf") if ranks.rank else 1.0):
+    norms = []
+    for factor in (1.0, float("inf") if ranks.rank else 1.0, 2.0):
         with gradients.accumulate(first=True, last=True):
             (factor * model(torch.full((6, 15), ranks.rank + 1.0)).square().mean()).backward()
         gradients.set_grad()
         norm = optimizer.clip_gradients(0.5)
         optimizer.step(skip=~norm.isfinite())
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    of_rank_0 = weights.clone()
-    dist.broadcast(of_rank_0, src=0)
-    same = torch.equal(weights, of_rank_0) and bool(weights.isfinite().all())
-    print(f"found {gradients.undivided_reason}, {norm.item()}, {same}", flush=True)
+        norms.append(norm.item())
+    optimizer.gather_state()
+    states = [value for state in adam.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *states]
+    numbers = torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()
+    print(json.dumps([gradients.undivided_reason, norms, numbers]), flush=True)
+
+
+peers._symmetric_memory.rendezvous = rendezvous
+train(in_a_file, "0")
+train(None, "1")
+train(not_on_rank_1, "0")
 parallel.exit(0)
 """
 
 
-def test_without_shared_memory_all_ranks_update_all_weights(in_tmp_path):
-    """Where peer access is off, or where one rank cannot share its memory. A step that is not finite on one
-    rank is skipped on all."""
+def test_ranks_divide_the_update_where_they_can_share_memory(in_tmp_path):
+    """Else all ranks update all weights: where peer access is off, or one rank cannot share its memory. All
+    get the same weights and optimizer state. A step that is not finite on one rank is skipped on all."""
     pytest.importorskip("triton")
     environment = dict(LOCAL_WORLD_SIZE="2", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    for output in run_ranks(UNDIVIDED, [str(ROOT)], **environment):
-        found = [line.removeprefix("found ") for line in output.splitlines() if line.startswith("found ")]
-        assert [line.rpartition(", ")[2] for line in found] == ["True", "True"]
-        assert found[0].startswith("NCCL_P2P_DISABLE is set, ") and "inf" not in found[0].split(", ")[0]
-        assert found[1].startswith("memory could not be shared: pidfd_getfd failed, ")
+    outputs = run_ranks(DIVIDED, [str(ROOT)], **environment)
+    of_rank_0, of_rank_1 = [[json.loads(line) for line in output.splitlines() if line.startswith("[")]
+                            for output in outputs]
+    assert of_rank_0 == of_rank_1
+    divided, without_p2p, without_memory = of_rank_0
+    assert divided[0] == "" and without_p2p[0] == "NCCL_P2P_DISABLE is set"
+    assert without_memory[0] == "memory could not be shared: pidfd_getfd failed"
+    first, not_finite, last = divided[1]
+    assert math.isfinite(first) and not math.isfinite(not_finite) and math.isfinite(last)
+    for _, norms, numbers in (without_p2p, without_memory):
+        assert norms == pytest.approx(divided[1], rel=1e-6, nan_ok=True)
+        assert numbers == pytest.approx(divided[2], rel=1e-5, abs=1e-8)

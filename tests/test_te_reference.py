@@ -743,6 +743,15 @@ def test_capturable_keeps_lr_and_step_as_tensors():
     assert step is both[1].param_groups[0]["step"] and step == 3
 
 
+def test_a_later_step_leaves_a_saved_step_count_as_it_is():
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = te.optimizers.FusedAdam([p], lr=1e-2, capturable=True)
+    saved = optimizer.state_dict()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert saved["param_groups"][0]["step"] == 0 and optimizer.state_dict()["param_groups"][0]["step"] == 1
+
+
 def test_a_remainder_is_no_master_weight():
     p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = te.optimizers.FusedAdam([p], master_weights=True)

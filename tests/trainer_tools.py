@@ -180,7 +180,7 @@ def fork_ranks(function, count=2, **environment) -> list[str]:
     def run(rank, log):
         for number in (1, 2):
             os.dup2(log.fileno(), number)
-        sys.stdout = sys.stderr = open(1, "w", closefd=False)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # lines, as _exit drops a rest
         os.environ.update(rank_environment(rank, count, port) | environment)
         torch.set_num_threads(1)  # a fork has no threads of OpenMP
         try:
