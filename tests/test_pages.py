@@ -1,5 +1,5 @@
-"""The pages: every figure is the JSON's, none is typed in, links and files exist, and they read as text. What
-they tell a user to run: README's loop trains, commands have their options."""
+"""The pages: their figures are those of the JSON, links and files exist, and they read as text. What they tell a
+user to run: README's loop trains, commands have their options."""
 
 import re
 import runpy
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import pages
+from bench import measured
 from nanote.config import read_options
 
-ROOT = Path(pages.__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 GUIDE = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))]
 PAGES = [*GUIDE, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES_OF_TODAY = [page for page in PAGES if page not in (measured.PAGE, ROOT / "CHANGELOG.md")]  # no history
 
 
 def without_code(text):
@@ -28,8 +29,30 @@ def anchors_of(text):
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_the_pages_show_what_was_measured():
-    assert pages.update(ROOT) == []
+def test_measured_md_is_what_its_script_writes():
+    assert measured.PAGE.read_text() == measured.page()
+
+
+def test_no_column_of_measured_md_is_empty():
+    for table in re.findall(r"(?m)(?:^\|.*\n)+", measured.PAGE.read_text()):
+        titles, _, *rows = [line.strip("|\n").split("|") for line in table.splitlines()]
+        for number, title in enumerate(titles):
+            assert any(row[number].strip() for row in rows), title
+
+
+FIGURE = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?(?:%|×|ms\b|GiB\b|k tokens)")
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
+def test_figures_are_in_measured_md(page):
+    """Numbers with a unit on any page, and all those with a decimal point in README's tables."""
+    text = without_code(page.read_text())
+    figures = set(FIGURE.findall(text))
+    if page.name == "README.md":
+        tables = "\n".join(re.findall(r"(?m)^\|.*", text))
+        figures |= set(re.findall(r"\d[\d,]*\.\d+", tables))
+    measured_figures = set(re.findall(r"\d[\d,]*(?:\.\d+)?", measured.PAGE.read_text()))
+    assert sorted(figures - measured_figures) == []
 
 
 def test_a_page_is_plain_text():
@@ -48,7 +71,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(path.read_text()), target
 
 
-@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES_OF_TODAY, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page):
     folders = "results|tests|fast_kernels|nanote|tools|bench|examples"
     names = re.findall(rf"`((?:{folders})/[\w.]+\.\w+)`", page.read_text())
@@ -57,7 +80,7 @@ def test_files_that_a_page_names_exist(page):
 
 # ---------------------------------------------------------------- commands and loops
 
-TEXT = "\n".join(page.read_text() for page in PAGES[:-1])  # the changelog names what is gone
+TEXT = "\n".join(page.read_text() for page in PAGES_OF_TODAY)
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S))
 INLINE = re.findall(r"`((?:python|torchrun) [^`\n]*\.py[^`\n]*)`", TEXT)
 COMMANDS = [line.split("#")[0].split("|")[-1].strip() for line in [*BLOCKS.splitlines(), *INLINE]]

@@ -1,0 +1,499 @@
+"""Write guide/measured.md, the tables of what was measured, from the JSON in results/. Nothing is measured.
+
+    python bench/measured.py
+
+Each table is a function. It reads files of results/, and gives each column a title and the format of its
+cells: "{ms:.1f}" is filled from the fields of a row. A new table is a function, named in SECTIONS.
+"""
+
+import json
+import statistics
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "guide" / "measured.md"
+
+INTRODUCTION = """# What was measured
+
+You get every table of measurements, with its machine, its versions and the command that made it. The other
+pages say what follows from them. `python bench/measured.py` writes this page from the JSON in `results/`.
+
+- Each command is what was typed then. If it names a script that is gone, the commit beside it has the script.
+- Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
+- Steps that are compared took turns. Intervals in brackets are 95 % intervals.
+"""
+SHAPES = {
+    "124m-b32": "GPT-2 124M, 32 x 1,024", "124m-b16": "GPT-2 124M, 16 x 1,024",
+    "124m-b4": "GPT-2 124M, 4 x 1,024", "350m-b16": "GPT-2 350M, 16 x 1,024",
+    "c2048": "8 layers of 2,048, 8 x 2,048", "c4096": "4 layers of 4,096, 4 x 4,096",
+    "guide": "4 layers of 768, 8 x 512", "llama3-8b": "Llama-3 8B, 1 x 8,192",
+}
+
+
+# ---------------------------------------------------------------- from JSON to Markdown
+
+def read(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def find(rows, **values):
+    """Return the rows whose fields have these values."""
+    return [row for row in rows if all(row.get(field) == value for field, value in values.items())]
+
+
+def fill(cell, row):
+    """Fill the format of a cell from a row. A value that is missing or None leaves the cell empty."""
+    try:
+        return cell.format(**row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def origin(name):
+    """Return where a file comes from: machine, versions, dates, commit and at most three of its commands."""
+    content = read(name)
+    rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
+    facts, commands = {}, {}  # dictionaries, since they keep the order and each key once
+    for row in rows:
+        facts[row.get("machine") or row.get("gpu")] = True
+        facts[f"PyTorch {row['torch']}" if "torch" in row else None] = True
+        facts[f"TE {row['te']}" if isinstance(row.get("te"), str) else None] = True
+        facts[f"commit {row['commit'][:7]}" if "commit" in row else None] = True
+        facts[row.get("date")] = True
+        for command in row.get("command", "").split("; "):
+            commands[command] = True
+    commands = [command for command in commands if command]
+    lines = [f"# {name}.json: " + "; ".join(fact for fact in facts if fact), *commands[:3]]
+    if len(commands) > 3:
+        lines.append(f"# and {len(commands) - 3} commands more")
+    return "\n".join(lines)
+
+
+def section(heading, text, files, columns, rows):
+    """Return a section. `columns` maps titles to formats; `files` are names in results/."""
+    lines = [f"## {heading}", "", textwrap.fill(text, 108), ""]
+    lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    for row in rows:
+        shown = row | {"shape": SHAPES.get(row.get("shape"), row.get("shape"))}
+        if row.get("tokens_per_s"):
+            shown["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
+        cells = [fill(cell, shown) for cell in columns.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    origins = [origin(name) for name in files]
+    return "\n".join([*lines, "", "```text", *origins, "```", ""])
+
+
+# ---------------------------------------------------------------- speed
+
+def speed():
+    rows = read("speed")
+    for row in rows:
+        for arm in ("bf16", "fp8"):
+            for other in find(rows, shape=row["shape"], block=row["block"], arm=arm):
+                row[f"over_{arm}"] = other["ms"] / row["ms"]
+    return section(
+        "A step beside plain PyTorch",
+        "Forward, loss, backward, clipping, optimizer. `plain` is the same architecture in plain "
+        "PyTorch (`bench/plain_gpt.py`): BF16 autocast, `torch.compile`, fused AdamW. `te_block` "
+        "has TE's modules in place of the fast kernels of blocks, `eager` no CUDA graph. The modern "
+        "block has RMSNorm, RoPE, QK-norm, grouped queries, SwiGLU and no biases. Llama-3 8B has "
+        "BF16 moments: float32 moments would not fit. MFU counts 6N + 12·L·C·T FLOPs a token, as "
+        "PaLM and nanoGPT do, against the dense BF16 peak, which FP8 can exceed. The speed of light "
+        "is the time of a step at the best rates that this GPU reached.",
+        ["speed"],
+        {"shape": "{shape}", "block": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
+         "k tokens/s": "{k_tokens_per_s:.1f}", "× plain": "{ratio_to_plain:.2f}",
+         "× BF16": "{over_bf16:.2f}",
+         "× FP8": "{over_fp8:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}",
+         "speed of light, ms": "{floor_ms:.1f}"},
+        rows)
+
+
+def parts():
+    kinds = {
+        "GEMMs": ["GEMM FP8",
+        "GEMM BF16"], "attention": ["attention"], "casts, transposes": ["cast/transpose"],
+        "loss": ["loss"], "norms": ["norm"], "activation": ["activation"],
+        "residual adds": ["elementwise/residual"],
+        "optimizer, clipping": ["optimizer"], "copies, embedding, other": ["copy/concat", "embedding",
+        "other"],
+    }
+    rows = []
+    for row in read("speed"):
+        shown = row["shape"] in ("124m-b32", "c4096", "llama3-8b") and row["arm"] in ("plain", "fp8")
+        if shown and row["block"] != "modern":
+            for kind, names in kinds.items():
+                row[kind] = sum(row["profile_ms"].get(name, 0) for name in names)
+            rows.append(row)
+    return section(
+        "The parts of a step",
+        "In ms. GEMMs are bound by tensor cores and power, attention by tensor cores in BF16, the "
+        "rest by memory.",
+        ["speed"],
+        {"shape": "{shape}", "step": "{arm}", **{kind: f"{{{kind}:.1f}}" for kind in kinds},
+         "W of limit": "{watts:.0f} of {watts_limit:.0f}",
+         "MHz of limit": "{sm_mhz:,.0f} of {sm_mhz_limit:,.0f}"},
+        rows)
+
+
+def nanogpt():
+    rows = read("nanogpt")
+    for row in rows:
+        theirs = find(rows, shape=row["shape"], block=row["block"], arm="nanogpt")[0]
+        row["over_alone"] = theirs["ms"] / row["ms"]
+    return section(
+        "A step beside nanoGPT",
+        "nanoGPT's own `model.py`, trained as its `train.py` does. With 4 x 1,024 tokens it waits "
+        "for Python and is slower in turns than alone, so the last speed is over its steps alone.",
+        ["nanogpt"],
+        {"shape": "{shape}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
+         "k tokens/s": "{k_tokens_per_s:.0f}", "× nanoGPT": "{ratio_to_nanogpt:.2f}",
+         "× nanoGPT alone": "{over_alone:.2f}", "GiB": "{peak_gib:.1f}"},
+        rows)
+
+
+def loops():
+    return section(
+        "The loops of README",
+        "GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is "
+        "`examples/minimal.py`, both on TE; `fast` is the second loop, `fast_eager` the same "
+        "without CUDA graphs.",
+        ["minimal"],
+        {"loop": "{loop}", "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
+         "k tokens/s": "{k_tokens_per_s:.0f}"},
+        read("minimal"))
+
+
+def crossover():
+    measured = read("crossover")
+    rows = []
+    for tokens in sorted({row["tokens"] for row in measured}):
+        widths = {f"width {row['width']:,}": row for row in find(measured, tokens=tokens)}
+        rows.append({"tokens": tokens, **widths})
+    cells = {title: f"{{{title}[graph]:.2f}} ({{{title}[eager]:.2f}})" for title in widths}
+    return section(
+        "FP8 over BF16 by width and tokens",
+        "Speed of a step as a CUDA graph, in brackets launched from Python. Two layers, a "
+        "vocabulary of 1,024 ([picture](../results/crossover.png)).",
+        ["crossover"], {"tokens a step": "{tokens:,}", **cells}, rows)
+
+
+def version_0_2():
+    return section(
+        "Version 0.2 over version 0.1",
+        "In FP8 with TE's attention. Each row of width 4,096 is another pair of processes.",
+        ["trees"],
+        {"shape": "{shape}",
+         "speed": "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})",
+         "GiB reserved": "{peak_reserved_gib[1]:.1f}", "by 0.1": "{peak_reserved_gib[0]:.1f}"},
+        read("trees")["rows"])
+
+
+def fast_engine():
+    rows = read("fast_speed")["rows"]
+    for row in rows:
+        row["other"] = "version 0.1 on TE, FlashAttention 4"
+        row["step"] = "`model_te_fast.py`, no FlashAttention 4"
+        if row["fa4"][1]:
+            row["step"] = "`model_te_fast.py`, FlashAttention 4"
+        if row["arm"] == "fp8-te_modules":
+            row["other"] = "`model_te_optimized.py` on TE"
+            row["step"] = "`model_te_optimized.py` on `fast_kernels`"
+    return section(
+        "The engine without Transformer Engine", "In FP8.", ["fast_speed"],
+        {"shape": "{shape}", "step": "{step}", "ms": "{median_ms[1]:.1f}", "beside": "{other}",
+         "its ms": "{median_ms[0]:.1f}",
+         "speed": "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"},
+        rows)
+
+
+def attention():
+    rows = [row for row in read("attention")["rows"] if row.get("both_ms")]
+    for row in rows:
+        if row.get("errors"):
+            row["error"] = max(row["errors"].values())
+        if row.get("peak_gib"):
+            row["mib"] = row["peak_gib"] * 1024
+    return section(
+        "Attention kernels",
+        "Causal; batch x length x heads x KV heads x head width. A name with a precision is a whole "
+        "block whose GEMMs have it. The error is the largest of output and gradients "
+        "([picture](../results/attention.png)).",
+        ["attention"],
+        {"shape": "{shape}", "kernel": "{name}", "forward, ms": "{forward_ms:.2f}",
+         "backward": "{backward_ms:.2f}",
+         "both": "{both_ms:.2f}", "TFLOP/s": "{both_tflops:.0f}", "MiB": "{mib:.0f}",
+         "error": "{error:.1%}"},
+        rows)
+
+
+def memory():
+    rows = read("memory")
+    for row in rows:
+        if row.get("ms") and row.get("defaults_ms"):
+            row["change"] = row["ms"] / row["defaults_ms"] - 1
+    return section(
+        "The memory of a step",
+        "In FP8. A time is compared with the defaults of the same run. Weights in FP8 were an "
+        "option that is gone; activations on the host are an edit now, `offload`.",
+        ["memory"],
+        {"shape": "{shape}", "switch": "{switch}", "ms": "{ms:.1f}", "change": "{change:+.0%}",
+         "GiB": "{peak_gib:.1f}", "GiB reserved": "{peak_reserved_gib:.1f}"},
+        rows)
+
+
+def edits():
+    return section(
+        "Edited models over unedited ones",
+        "GPT-2 124M, 32 x 1,024 tokens, CUDA graphs; `optimized` runs on `fast_kernels`.",
+        ["fast_edits"],
+        {"edit": "{edit}", "of": "{model}", "ms": "{ms:.1f}",
+         "speed": "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"},
+        read("fast_edits"))
+
+
+# ---------------------------------------------------------------- torch.compile and several GPUs
+
+def compiled():
+    return section(
+        "torch.compile on fast_kernels",
+        "`bf16` is plain PyTorch; `fp8` is `model_te_optimized.py`, compiled, and `graph` the same "
+        "in CUDA graphs, not compiled. `nanochat` and `torchao` are plain PyTorch with their FP8. "
+        "The others are edits of `examples/edits/compiled`; `f_cross_entropy` smooths labels by "
+        "`F.cross_entropy`.",
+        ["compiled"],
+        {"shape": "{shape}", "step": "{arm}", "mode": "{mode}", "FlashAttention 4": "{fa4}",
+         "ms": "{ms:.1f}",
+         "× BF16, compiled": "{over_bf16:.2f}", "× unedited": "{ratio:.2f}"},
+        read("compiled"))
+
+
+def compile_modes():
+    rows = find(read("compile"), model="optimized")
+    rows.sort(key=lambda row: (row["engine"], row["recipe"], row["mode"]))
+    return section(
+        "Engines and modes of torch.compile",
+        "`model_te_optimized.py`, 4 layers of width 768, 8 x 512 tokens. TE runs delayed scaling "
+        "uncompiled.",
+        ["compile"],
+        {"engine": "{engine}", "recipe": "{recipe}", "mode": "{mode}",
+         "k tokens/s": "{k_tokens_per_s:.0f}",
+         "graph breaks": "{graph_breaks}", "compiling, s": "{compile_s:.0f}", "GPU": "{gpu}"},
+        rows)
+
+
+def several_gpus():
+    versions = {"multi_gpu_h100": "0.2", "multi_gpu_h200": "0.2",
+                "multi_gpu": "0.1", "multi_gpu_pairs": "0.1"}
+    rows = []
+    for name, version in versions.items():
+        for row in find(read(name), grad_accum=1):
+            if row["parallel"] in ("ddp", "ddp-all_reduce", "fsdp", "nanogpt"):
+                row["version"] = version
+                row["precision"] = "BF16" if row["recipe"] == "none" else "FP8"
+                row["k_per_gpu"] = row["tokens_per_s_per_gpu"] / 1e3
+                row["over_one"] = row["gpus"] * row["efficiency"]
+                rows.append(row)
+    return section(
+        "Two GPUs over one",
+        "One machine, without NVLink multicast. `ddp-all_reduce` reduces by NCCL, `nanogpt` is "
+        "nanoGPT under DDP. Version 0.1 ran with FlashAttention 4, version 0.2 without; its fsdp on "
+        "H200s reduced in float32.",
+        list(versions),
+        {"layout": "{parallel}", "version": "{version}", "GPUs": "{gpu}",
+         "tokens per micro-batch": "{shape}",
+         "precision": "{precision}", "k tokens/s per GPU": "{k_per_gpu:.0f}",
+         "of one GPU alone": "{efficiency:.2f}", "both over one": "{over_one:.2f}",
+         "GiB": "{peak_gib:.1f}"},
+        rows)
+
+
+# ---------------------------------------------------------------- does FP8 learn as much?
+
+def losses(heading, text, starts, arms=None):
+    """Return the section of runs of bench/convergence.py.
+
+    `starts` maps the name of a file to the part of a run that was in FP8. `arms`: those to show.
+    """
+    rows = []
+    for name, part in starts.items():
+        for row in read(name)["summary"]:
+            if arms is None or row["arm"] in arms:
+                row |= {"part": part, "m_tokens": row["tokens"] / 1e6}
+                if row["standard_error"]:
+                    row["deviation"] = row["standard_error"] * row["seeds"] ** 0.5 / row["mean"]
+                rows.append(row)
+    return section(heading, text, list(starts), {
+        "arm": "{arm}", "FP8 in": "{part}", "M tokens": "{m_tokens:.0f}", "seeds": "{seeds}",
+        "loss": "{mean:.4f}",
+        "standard error": "{standard_error:.4f}", "deviation of seeds": "{deviation:.1%}",
+        "behind BF16, %": "{gap_percent:+.2f}",
+        "interval": "{gap_interval[0]:+.2f} to {gap_interval[1]:+.2f}",
+        "evaluated in BF16, %": "{gap_without_fp8_percent:+.2f}",
+        "its interval": "{gap_without_fp8_interval[0]:+.2f} to {gap_without_fp8_interval[1]:+.2f}",
+        "seconds": "{seconds:.0f}", "speed to BF16's loss": "{loss_matched_speedup:.2f}",
+        "interval of it": "{loss_matched_interval[0]:.2f} to {loss_matched_interval[1]:.2f}",
+        "speed to nanoGPT's loss": "{loss_matched_speedup_over_nanogpt:.2f}",
+        "interval of this":
+        "{loss_matched_interval_over_nanogpt[0]:.2f} to {loss_matched_interval_over_nanogpt[1]:.2f}"}, rows)
+
+
+def gpt2_losses():
+    return losses(
+        "Losses in FP8 and BF16",
+        "GPT-2 124M; `modern`: the modern block; `350m`: GPT-2 350M, whose arms had different "
+        "attention kernels, so their seconds do not compare. Behind `@` is the learning rate. "
+        "`fp8-stochastic` rounded the logits' gradient stochastically, which the kit no longer "
+        "does. Where FP8 begins late, all arms of a seed share the first part of a BF16 run; "
+        "`bf16-again` is restarted there and stays in BF16. The last file repeats one seed on "
+        "another GPU.",
+        {"convergence": "the whole run", "convergence_switched": "the last quarter",
+         "convergence_early": "the last three quarters", "convergence_repeat": ""})
+
+
+def small_losses():
+    names = ["all", "only_activations", "only_weights", "only_gradients", "no_forward", "skip_first",
+             "skip_head", "block"]
+    arms = [f"small-emulated-{name}@4e-3" for name in names]
+    return losses(
+        "Which part of FP8 costs loss",
+        "A GPT with 3 layers of width 64, in the second file 128, on a CPU with emulated FP8: all "
+        "operands, only some, all but the forward GEMM, the first block or the output head; block "
+        "scaling. `small-bfloat16` has weights and residuals in BF16 and no FP8, beside float32.",
+        {"convergence_switched_small": "the last quarter",
+         "convergence_switched_width128": "the last quarter",
+         "convergence_small": "the whole run"},
+        [*arms, "small-modern-emulated-all@4e-3", "small-bfloat16@4e-3"])
+
+
+# ---------------------------------------------------------------- precision and stability
+
+def stability():
+    groups = {}  # cells that differ in the margin alone
+    for name in ("stability_h200", "stability_te_h200"):
+        for cell in read(name)["cells"]:
+            if cell["recipe"] != "none":
+                fields = ("recipe", "format", "history", "model", "size", "disturbance")
+                groups.setdefault(tuple(cell[field] for field in fields), []).append(cell)
+    rows = []
+    for cells in groups.values():
+        behind = [100 * cell["final_vs_high_precision"] for cell in cells]
+        recovered = [cell["recovered_after"] for cell in cells]
+        steps = "never" if None in recovered else max(recovered)
+        rows.append(cells[0] | {"low": min(behind), "high": max(behind), "steps": steps})
+    return section(
+        "What throws FP8 off",
+        "A byte-level GPT, 500 steps, disturbed at 40 % of them. The final loss is relative to "
+        "BF16's after the same disturbance, from the best to the worst of margins 0, 1 and 2. "
+        "Recovered: the most steps until the loss was within 5 %. Only delayed scaling has a "
+        "history; 1 is `most_recent`.",
+        ["stability_h200", "stability_te_h200"],
+        {"recipe": "{recipe}", "format": "{format}", "history": "{history}", "model": "{model}",
+         "layers x width": "{size}", "disturbance": "{disturbance}",
+         "final loss, %": "{low:+.1f} to {high:+.1f}",
+         "recovered, steps": "{steps}"},
+        rows)
+
+
+def accumulation():
+    rows = find(read("accumulation")["rows"], part="gradients")
+    for row in rows:
+        row["gemm"] = "wgrad" if row["summands"] == 8192 else "dgrad"
+    return section(
+        "Fast accumulation in backward GEMMs",
+        "After 200 steps: the median error, relative to the norm of the result; in brackets the "
+        "largest.",
+        ["accumulation"],
+        {"model": "{shape}", "GEMMs": "{products} {gemm}", "K": "{summands:,}",
+         "fast accumulation": "{fast_sums:.2%} ({largest_fast_sums:.2%})",
+         "float32": "{float32_sums:.2%} ({largest_float32_sums:.2%})"},
+        rows)
+
+
+def emulation():
+    labels = {"bytes": "quantized bytes", "scales": "scales", "histories": "amax history entries",
+              "bytes_behind_norm": "bytes of a fused norm's output, each by one FP8 value"}
+    found = read("reference_vs_te")
+    rows = []
+    for field, label in labels.items():
+        compared, mismatched = found[f"compared_{field}"], found[f"mismatched_{field}"]
+        rows.append({"label": label, "number": compared, "differ": mismatched})
+    return section(
+        "te_reference beside Transformer Engine",
+        f"{found['cases']} random cases under delayed, current and block scaling.",
+        ["reference_vs_te"], {"compared": "{label}", "number": "{number:,}", "differ": "{differ}"}, rows)
+
+
+def single_figures():
+    """Return the section of figures that stand alone in their files."""
+    run = read("training")["speed"]
+    switches = read("training")["switches"]["rows"]
+    default = find(switches, switch="default")[0]
+    changes = []  # by one switch, with the default's model and seed
+    for row in switches:
+        if "seed" not in row["switch"] and "modern" not in row["switch"]:
+            changes.append(abs(row["difference"]))
+    launched = {row["arm"]: row["forward_ms"] + row["backward_ms"] for row in read("formats")}
+    steps = {row["arm"]: row["ms"] for row in read("stack")}
+    compiled_loss = find(read("compiled_seeds")["summary"], arm="compiled")[0]
+    adam = {row["optimizer"]: row["ms"] for row in find(read("optimizer")["rows"], size="GPT-2 124M")}
+    save = read("saves")[0]
+    kills = read("faults")["killed"]["counts"]
+    laptop = read("laptop")
+    minutes = statistics.median(row["seconds"] for row in laptop["runs"]) / 60
+    peak = {(row["shape"], row["switch"]): row["peak_gib"] for row in read("gqa_rmsnorm")}
+    saved = {shape: 1 - peak[shape, "GQA"] / peak[shape, "default"] for shape in ("124m-b32", "c4096")}
+    head = find(read("accumulation_bias")["rows"], gemm="head")[0]
+    rounding = {row["part"]: row["mean_error_of_blocks"] for row in read("rounding")["rows"]}
+
+    figures = {
+        "`train.py` between checkpoints, k tokens/s": f"{run['tokens_per_s_between_checkpoints'] / 1e3:.0f}",
+        "its bare steps in the benchmark, k tokens/s": f"{run['benchmark_tokens_per_s'] / 1e3:.0f}",
+        "`train.py` by the wall clock over bare steps": f"{run['ratio']:.1%}",
+        "loss after 300 steps of 124M": f"{default['final_loss']:.2f}",
+        "its largest change by one kernel or switch": f"{max(changes):.3f}",
+        "its spread over three seeds": f"{default['spread_of_seeds']:.3f}",
+        "FP8 over BF16, launched from Python: 4 layers of 768": f"{launched['bf16'] / launched['fp8']:.2f}",
+        "FP8 over BF16, launched from Python: TE's modules, 124M":
+            f"{steps['bf16-libraries-eager'] / steps['fp8-libraries-eager']:.2f}",
+        "plain PyTorch, compiled over uncompiled, 124M": f"{steps['plain-eager'] / steps['plain']:.2f}",
+        "loss after 300 steps, compiled over TE's modules, %": f"{compiled_loss['gap_percent']:+.2f}",
+        "AdamW of `fast_kernels` with remainders at 124M, ms": f"{adam['fast_adam, remainders']:.2f}",
+        "TE's FusedAdam with float32 masters, ms": f"{adam['TE FusedAdam, float32 masters']:.2f}",
+        "a checkpoint of 350M, GiB": f"{save['gib']:.1f}",
+        "its cost every 200 steps on two H100s, of the time": f"{save['cost_percent']:.1f} %",
+        "kills with `kill -9`": f"{kills['kills']}",
+        "runs after a kill that equal the uninterrupted run": f"{kills['equal_to_the_uninterrupted_run']}",
+        "`make train` on two cores, nats a byte": f"{laptop['val_loss']:.2f}",
+        "its time, minutes": f"{minutes:.1f}",
+        "building TE with 8 jobs, s": f"{read('install')['install_seconds']:.0f}",
+        "peak saved by grouped queries at 124M": f"{saved['124m-b32']:.1%}",
+        "peak saved by them at width 4,096": f"{saved['c4096']:.1%}",
+        "error of the head's dgrad with fast accumulation": f"{head['fast_error']:.1%}",
+        "error of gradients, the logits' gradient quantized": f"{rounding['only_head_gradients']:.1%}",
+        "error of gradients, all other gradients quantized": f"{rounding['only_block_gradients']:.1%}",
+        "saving the FP8 state for skipped steps, of a step": f"{read('skipped_step')[0]['share']:.2%}",
+    }
+    files = ["training", "formats", "stack", "compiled_seeds", "optimizer", "saves", "faults", "laptop",
+             "install", "gqa_rmsnorm", "accumulation_bias", "rounding", "skipped_step"]
+    return section("Single figures", "In the order of the files below.", files,
+                   {"what": "{what}", "figure": "{figure}"},
+                   [{"what": what, "figure": figure} for what, figure in figures.items()])
+
+
+SECTIONS = [
+    speed, parts, nanogpt, loops, crossover, version_0_2, fast_engine, attention, memory, edits,
+    compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
+    emulation, single_figures,
+]
+
+
+def page():
+    """Return the text of guide/measured.md."""
+    return "\n".join([INTRODUCTION, *(make() for make in SECTIONS)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE}: {len(SECTIONS)} tables")
