@@ -1,4 +1,4 @@
-"""The pages: their figures are those of the JSON, links and files exist, and they read as text. What they tell a
+"""The pages: their figures are those of the JSON, links and files exist, they read as text. What they tell a
 user to run: README's loop trains, commands have their options."""
 
 import re
