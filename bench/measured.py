@@ -311,36 +311,40 @@ def several_gpus():
 
 # ---------------------------------------------------------------- does FP8 learn as much?
 
-def losses(heading, text, starts, arms=None):
-    """Return the section of runs of bench/convergence.py.
+LOSSES = {
+    "arm": "{arm}", "FP8 in": "{part}", "M tokens": "{m_tokens:.0f}", "seeds": "{seeds}",
+    "loss": "{mean:.4f}", "standard error": "{standard_error:.4f}", "deviation of seeds": "{deviation:.1%}",
+    "behind BF16, %": "{gap_percent:+.2f}", "interval": "{gap_interval[0]:+.2f} to {gap_interval[1]:+.2f}",
+    "evaluated in BF16, %": "{gap_without_fp8_percent:+.2f}",
+    "its interval": "{gap_without_fp8_interval[0]:+.2f} to {gap_without_fp8_interval[1]:+.2f}",
+    "seconds": "{seconds:.0f}",
+}
+SPEEDS_TO_A_LOSS = {
+    "speed to BF16's loss": "{loss_matched_speedup:.2f}",
+    "interval of it": "{loss_matched_interval[0]:.2f} to {loss_matched_interval[1]:.2f}",
+    "speed to nanoGPT's loss": "{loss_matched_speedup_over_nanogpt:.2f}",
+    "interval of this": "{loss_matched_interval_over_nanogpt[0]:.2f} to "
+                        "{loss_matched_interval_over_nanogpt[1]:.2f}",
+}
 
-    `starts` maps the name of a file to the part of a run that was in FP8. `arms`: those to show.
-    """
+
+def read_losses(parts):
+    """Return summaries of bench/convergence.py. `parts` maps a file to the part of a run that was in FP8."""
     rows = []
-    for name, part in starts.items():
+    for name, part in parts.items():
         for row in read(name)["summary"]:
-            if arms is None or row["arm"] in arms:
-                row |= {"part": part, "m_tokens": row["tokens"] / 1e6}
-                if row["standard_error"]:
-                    row["deviation"] = row["standard_error"] * row["seeds"] ** 0.5 / row["mean"]
-                rows.append(row)
-    return section(heading, text, list(starts), {
-        "arm": "{arm}", "FP8 in": "{part}", "M tokens": "{m_tokens:.0f}", "seeds": "{seeds}",
-        "loss": "{mean:.4f}",
-        "standard error": "{standard_error:.4f}", "deviation of seeds": "{deviation:.1%}",
-        "behind BF16, %": "{gap_percent:+.2f}",
-        "interval": "{gap_interval[0]:+.2f} to {gap_interval[1]:+.2f}",
-        "evaluated in BF16, %": "{gap_without_fp8_percent:+.2f}",
-        "its interval": "{gap_without_fp8_interval[0]:+.2f} to {gap_without_fp8_interval[1]:+.2f}",
-        "seconds": "{seconds:.0f}", "speed to BF16's loss": "{loss_matched_speedup:.2f}",
-        "interval of it": "{loss_matched_interval[0]:.2f} to {loss_matched_interval[1]:.2f}",
-        "speed to nanoGPT's loss": "{loss_matched_speedup_over_nanogpt:.2f}",
-        "interval of this":
-        "{loss_matched_interval_over_nanogpt[0]:.2f} to {loss_matched_interval_over_nanogpt[1]:.2f}"}, rows)
+            row["part"] = part
+            row["m_tokens"] = row["tokens"] / 1e6
+            if row["standard_error"]:
+                row["deviation"] = row["standard_error"] * row["seeds"] ** 0.5 / row["mean"]
+            rows.append(row)
+    return rows
 
 
 def gpt2_losses():
-    return losses(
+    parts = {"convergence": "the whole run", "convergence_switched": "the last quarter",
+             "convergence_early": "the last three quarters", "convergence_repeat": ""}
+    return section(
         "Losses in FP8 and BF16",
         "GPT-2 124M; `modern`: the modern block; `350m`: GPT-2 350M, whose arms had different "
         "attention kernels, so their seconds do not compare. Behind `@` is the learning rate. "
@@ -348,23 +352,22 @@ def gpt2_losses():
         "does. Where FP8 begins late, all arms of a seed share the first part of a BF16 run; "
         "`bf16-again` is restarted there and stays in BF16. The last file repeats one seed on "
         "another GPU.",
-        {"convergence": "the whole run", "convergence_switched": "the last quarter",
-         "convergence_early": "the last three quarters", "convergence_repeat": ""})
+        list(parts), LOSSES | SPEEDS_TO_A_LOSS, read_losses(parts))
 
 
 def small_losses():
+    parts = {"convergence_switched_small": "the last quarter",
+             "convergence_switched_width128": "the last quarter", "convergence_small": "the whole run"}
     names = ["all", "only_activations", "only_weights", "only_gradients", "no_forward", "skip_first",
              "skip_head", "block"]
     arms = [f"small-emulated-{name}@4e-3" for name in names]
-    return losses(
+    arms += ["small-modern-emulated-all@4e-3", "small-bfloat16@4e-3"]
+    return section(
         "Which part of FP8 costs loss",
         "A GPT with 3 layers of width 64, in the second file 128, on a CPU with emulated FP8: all "
         "operands, only some, all but the forward GEMM, the first block or the output head; block "
         "scaling. `small-bfloat16` has weights and residuals in BF16 and no FP8, beside float32.",
-        {"convergence_switched_small": "the last quarter",
-         "convergence_switched_width128": "the last quarter",
-         "convergence_small": "the whole run"},
-        [*arms, "small-modern-emulated-all@4e-3", "small-bfloat16@4e-3"])
+        list(parts), LOSSES, [row for row in read_losses(parts) if row["arm"] in arms])
 
 
 # ---------------------------------------------------------------- precision and stability
