@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,20 +20,32 @@ from torch.utils import collect_env
 from nanote import recipes
 
 PRINTED = {  # field of a row -> its text on the screen
-    "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
-    "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
+    "ms": "{:8.2f} ms",
+    "tokens_per_s": "{:>9,.0f} tokens/s",
+    "ratio_to_plain": "{:.3f} x plain",
+    "ratio_to_nanogpt": "{:.3f} x nanoGPT",
+    "ratio": "{:.3f} x unedited",
     "over_bf16": "{:.3f} x BF16",
-    "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
-    "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
-    "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
-    "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
-    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU", "efficiency": "efficiency {:.3f}",
+    "mfu": "MFU {:.1%}",
+    "peak_gib": "{:.1f} GiB",
+    "forward_ms": "forward {:.2f}",
+    "backward_ms": "backward {:.2f}",
+    "optimizer_ms": "optimizer {:.2f}",
+    "eager": "eager {:.2f} x BF16",
+    "graph": "graph {:.2f} x BF16",
+    "graph_breaks": "{} graph breaks",
+    "graphs": "{} graphs",
+    "compile_s": "compiled in {:.0f} s",
+    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU",
+    "efficiency": "efficiency {:.3f}",
 }
 
 
 def check_output(*paths) -> None:
     """Raise OSError before anything is measured if a file cannot be written."""
-    for path in filter(None, paths):
+    for path in paths:
+        if path is None:
+            continue
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
         if path.is_dir():
@@ -50,21 +61,30 @@ def write_json(path, content) -> None:
 
 def command_line(program, argv) -> str:
     """Return the command that a report records. `argv` None: the arguments of this process."""
-    return shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)])
+    arguments = sys.argv[1:] if argv is None else argv
+    return shlex.join(["python", program, *arguments])
 
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.machine()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
 
 
 def write_report(program, argv, figures, path=None) -> dict:
     """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
     result = {
-        "machine": recipes.describe(), "cpu": cpu_name(), "torch": torch.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "command": command_line(program, argv), **figures}
+        "machine": recipes.describe(),
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "command": command_line(program, argv),
+        **figures,
+    }
     if path:
         write_json(path, result)
     return result
@@ -79,7 +99,8 @@ class Rows(list):
     """
 
     def __init__(self, path, keys, program, argv):
-        self.path, self.keys = path, keys
+        self.path = path
+        self.keys = keys
         self.origin = {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
@@ -90,9 +111,10 @@ class Rows(list):
         }
         check_output(path)
         try:
-            self += json.loads(path.read_text()) if path and path.exists() else []
+            if path and path.exists():
+                self.extend(json.loads(path.read_text()))
             for row in self:
-                self._key(row)
+                self._key(row)  # KeyError: a row of another study
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"--json {path}: holds something else than rows with "
                              f"{', '.join(keys)}; name another file") from error
@@ -105,19 +127,28 @@ class Rows(list):
 
     def has(self, row) -> bool:
         """Return whether a row with these keys was measured without an error."""
-        return any(self._key(other) == self._key(row) and "error" not in other for other in self)
+        same = [other for other in self if self._key(other) == self._key(row)]
+        return any("error" not in other for other in same)
 
     def add(self, row, label=None) -> None:
-        """Print a row behind a label (None: the values of its keys); append it, floats rounded to six digits,
-        and write the file."""
-        figures = [text.format(row[name]) for name, text in PRINTED.items() if row.get(name) is not None]
-        label = label or " ".join(f"{value:<14}" for value in self._key(row))
+        """Print a row behind a label (None: the values of its keys), keep it, and write the file.
+
+        Floats are rounded to six digits.
+        """
+        figures = []
+        for name, text in PRINTED.items():
+            if row.get(name) is not None:
+                figures.append(text.format(row[name]))
+        if label is None:
+            label = " ".join(f"{value:<14}" for value in self._key(row))
         print(f"{label:44}", row.get("error") or "  ".join(figures), flush=True)
+
         row = row | self.origin
         for name, value in row.items():
             if isinstance(value, float):
                 row[name] = float(f"{value:.6g}")
-        self[:] = [other for other in self if self._key(other) != self._key(row)] + [row]
+        self[:] = [other for other in self if self._key(other) != self._key(row)]
+        self.append(row)
         if self.path:
             write_json(self.path, self)
 
