@@ -19,7 +19,7 @@ INTRODUCTION = """# What was measured
 You get every table of measurements, with its machine, its versions and the command that made it. The other
 pages say what follows from them. `python bench/measured.py` writes this page from the JSON in `results/`.
 
-- Each command is what was typed then. If it names a script that is gone, the commit beside it has the script.
+- Each command is what was typed then. Where it names a script that is gone, the commit has the script.
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
@@ -50,23 +50,31 @@ def fill(cell, row):
         return ""
 
 
+def unique(values):
+    """Return each value once, in their order, without None and empty strings."""
+    return list(dict.fromkeys(value for value in values if value))
+
+
 def origin(name):
     """Return where a file comes from: machine, versions, dates, commit and at most three of its commands."""
     content = read(name)
     rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
-    facts, commands = {}, {}  # dictionaries, since they keep the order and each key once
+    facts, commands = [], []
     for row in rows:
-        facts[row.get("machine") or row.get("gpu")] = True
-        facts[f"PyTorch {row['torch']}" if "torch" in row else None] = True
-        facts[f"TE {row['te']}" if isinstance(row.get("te"), str) else None] = True
-        facts[f"commit {row['commit'][:7]}" if "commit" in row else None] = True
-        facts[row.get("date")] = True
-        for command in row.get("command", "").split("; "):
-            commands[command] = True
-    commands = [command for command in commands if command]
-    lines = [f"# {name}.json: " + "; ".join(fact for fact in facts if fact), *commands[:3]]
+        facts.append(row.get("machine") or row.get("gpu"))
+        if "torch" in row:
+            facts.append(f"PyTorch {row['torch']}")
+        te = row.get("te") or row.get("transformer_engine")
+        if isinstance(te, str):  # a list where two engines were compared
+            facts.append(f"TE {te}")
+        if "commit" in row:
+            facts.append(f"commit {row['commit'][:7]}")
+        facts.append(row.get("date"))
+        commands += row.get("command", "").split("; ")
+    commands = unique(commands)
+    lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
     if len(commands) > 3:
-        lines.append(f"# and {len(commands) - 3} commands more")
+        lines.append(f"# commands not shown: {len(commands) - 3}")
     return "\n".join(lines)
 
 
