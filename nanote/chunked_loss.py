@@ -1,8 +1,8 @@
 """Compute lm_head and the loss in chunks of the tokens, so that only one chunk of logits exists at a time.
 
-It is applied to a model from outside (--loss-chunks) and changes no result but for rounding. Each chunk's
-forward pass is followed by its backward pass, inside the forward pass of the model, so nothing is computed
-twice. The gradients are kept until the backward pass of the model.
+It is applied to a model from outside (--loss-chunks) and changes no result but for rounding. Each
+chunk's forward pass is followed by its backward pass, inside the forward pass of the model, so nothing
+is computed twice. The gradients are kept until the backward pass of the model.
 """
 import contextlib
 from functools import partial
@@ -76,20 +76,22 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
 
 @contextlib.contextmanager
 def _without_main_grad(parameters):
-    """Remove `main_grad` of the parameters inside the context, so that wgrad GEMMs return gradients instead.
-    Those of a chunk cannot be added to `main_grad` yet: they lack the factor of the loss's own gradient."""
-    hidden = {parameter: parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")}
-    for parameter in hidden:
+    """Remove `main_grad` of the parameters inside the context, so that wgrad GEMMs return gradients.
+
+    Those of a chunk cannot be added to `main_grad` yet: they lack the factor of the loss's own gradient.
+    """
+    main_grads = {p: p.main_grad for p in parameters if hasattr(p, "main_grad")}
+    for parameter in main_grads:
         del parameter.main_grad
     try:
         yield
     finally:
-        for parameter, main_grad in hidden.items():
+        for parameter, main_grad in main_grads.items():
             parameter.main_grad = main_grad
 
 
 class _WithGradients(torch.autograd.Function):
-    """Return a loss whose gradients of the inputs are known; backward multiplies them by the loss's own."""
+    """Return a loss whose gradients are known; backward multiplies them by the loss's own."""
 
     @staticmethod
     def forward(ctx, loss, gradients, *inputs):
