@@ -12,7 +12,6 @@ architecture: the engine, the FP8 state, initializers.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +42,13 @@ class TEConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
-        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
-        check_multiples(self, vocab_size=32, n_inner=fp8, n_embd=math.lcm(fp8, self.n_head))
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+        self.n_kv_head = self.n_head
+        self.head_dim = self.n_embd // self.n_head
+        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+        width_multiple = math.lcm(gemm_multiple, self.n_head)
+        check_multiples(self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -82,10 +84,10 @@ class TEGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+            with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
-        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
+        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
+        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False,
                                               eps=config.layernorm_epsilon, init_method=normal_init)
         if config.tie_embeddings:
@@ -102,13 +104,13 @@ class TEGPT2Model(FP8Model):
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
+                with self.allow_fp8(config.in_fp8(layer)):
                     x = block(x, is_first_microbatch=is_first_microbatch)
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+        with self.allow_fp8(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits

@@ -12,7 +12,6 @@ architecture: the engine, the FP8 state, initializers.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from model_te_optimized import (
     FP8Model,
+    check_choices,
     check_multiples,
     fp8_forward,
     normal_init,
@@ -59,19 +59,26 @@ class AdvancedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
-        self.n_inner = default if self.n_inner is None else self.n_inner
-        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        head_dim = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
-        check_multiples(self, vocab_size=32, n_embd=width, n_inner=fp8, head_dim=head_dim)
-        choices = {"activation": ["gelu", "swiglu"]}
-        choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        for field, values in choices.items():
-            if (value := getattr(self, field)) not in values:
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
+                self.n_inner = round_up(8 * self.n_embd // 3, 64)
+
+        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+        width_multiple = gemm_multiple
+        if self.head_dim is None:
+            width_multiple = math.lcm(gemm_multiple, self.n_head)
+            self.head_dim = self.n_embd // self.n_head
+        # All keys together, n_kv_head · head_dim, are a dimension of a GEMM. RoPE needs an even head_dim.
+        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
+        if self.use_rotary:
+            head_multiple = math.lcm(head_multiple, 2)
+        check_multiples(
+            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
+        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        check_choices(self, activation=["gelu", "swiglu"], n_kv_head=divisors)
 
     @property
     def norm(self):  # arguments of TE's modules
@@ -109,8 +116,10 @@ class Attention(nn.Module):
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, rope=None, is_first_microbatch=None):
-        config, shape = self.config, x.shape[:2]
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
+        config = self.config
+        batch, length, _ = x.shape
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
+        qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
@@ -120,8 +129,8 @@ class Attention(nn.Module):
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-        y = y.transpose(1, 2).reshape(*shape, -1)
-        return self.proj(y, is_first_microbatch=is_first_microbatch)
+        y = y.transpose(1, 2)
+        return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
 
 class Block(nn.Module):
@@ -157,10 +166,10 @@ class AdvancedGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+            with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
-        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
+        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
+        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
@@ -174,18 +183,22 @@ class AdvancedGPT2Model(FP8Model):
         config = self.config
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        x = self.wte(input_ids)
-        x = self.dropout(x if config.use_rotary else x + self.wpe(positions))  # (B, S, n_embd)
+        x = self.wte(input_ids)  # (B, S, n_embd)
+        rope = None
+        if config.use_rotary:
+            rope = rope_tables(positions, config.head_dim, config.rope_theta)
+        else:
+            x = x + self.wpe(positions)
+        x = self.dropout(x)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
+                with self.allow_fp8(config.in_fp8(layer)):
                     x = block(x, rope, is_first_microbatch)
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+        with self.allow_fp8(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits

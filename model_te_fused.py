@@ -12,7 +12,6 @@ architecture: the engine, the FP8 state, initializers.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +43,13 @@ class FusedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
-        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
-        check_multiples(self, vocab_size=32, n_inner=fp8, n_embd=math.lcm(fp8, self.n_head))
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+        self.n_kv_head = self.n_head
+        self.head_dim = self.n_embd // self.n_head
+        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+        width_multiple = math.lcm(gemm_multiple, self.n_head)
+        check_multiples(self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -65,16 +67,19 @@ class Attention(nn.Module):
         self.proj = te.Linear(width, width, bias=bias, init_method=residual_init(config))
 
     def forward(self, x, is_first_microbatch=None):
-        config, shape = self.config, x.shape[:2]
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
+        config = self.config
+        batch, length, _ = x.shape
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
+        qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.transpose(1, 2).split(config.n_head, dim=1)  # each (B, n_head, S, D)
-        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])  # (B, n_head, S, S): query, key
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, S, S): query, key
+        is_future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(is_future, -math.inf)
         # softmax in float32: a sum of S exponentials needs more precision than bfloat16
-        probs = F.softmax(scores.masked_fill(future, -math.inf), dim=-1).to(v.dtype)
+        probs = F.softmax(scores, dim=-1).to(v.dtype)
         probs = F.dropout(probs, config.attn_dropout, self.training)
-        y = (probs @ v).transpose(1, 2).reshape(*shape, -1)
-        return self.proj(y, is_first_microbatch=is_first_microbatch)
+        y = (probs @ v).transpose(1, 2)
+        return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
 
 class Block(nn.Module):
@@ -109,10 +114,10 @@ class FusedGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+            with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
-        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
+        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
+        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False,
                                               eps=config.layernorm_epsilon, init_method=normal_init)
         if config.tie_embeddings:
@@ -129,13 +134,13 @@ class FusedGPT2Model(FP8Model):
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
+                with self.allow_fp8(config.in_fp8(layer)):
                     x = block(x, is_first_microbatch)
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+        with self.allow_fp8(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits

@@ -9,6 +9,9 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
 
+The file has five parts: engine, FP8 of any model, architecture, attention kernels, FP8 state in checkpoints.
+Begin with the architecture; it uses `te`, the engine's module, and `FP8Model`, which turns FP8 on.
+
 References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang and Sennrich 2019), SwiGLU
 (Shazeer 2020), GQA (Ainslie et al. 2023), QK-norm (Henry et al. 2020), FP8 (Micikevicius et al. 2022).
 """
@@ -26,15 +29,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+# ------------------------------------------------------------------------------
+# The engine: `te` is Transformer Engine or a module with the same interface
+
 MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
 
 
 def best_engine():
     """Return TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8."""
-    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if gpu and util.find_spec("transformer_engine"):
+    if not torch.cuda.is_available():
+        return "reference"
+    if util.find_spec("transformer_engine"):
         return "te"
-    if gpu == (9, 0) and util.find_spec("fast_kernels") and util.find_spec("triton"):
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper and util.find_spec("fast_kernels") and util.find_spec("triton"):
         return "fast"
     return "reference"
 
@@ -42,260 +50,64 @@ def best_engine():
 ENGINE = os.environ.get("NANOTE_ENGINE") or best_engine()
 try:
     te = import_module(MODULES[ENGINE])
-    recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
+    recipes = te
+    if ENGINE == "te":
+        recipes = import_module("transformer_engine.common.recipe")
+        major, minor = metadata.version("transformer_engine").split(".")[:2]
+        if (int(major), int(minor)) < (2, 18):
+            raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
-    if ENGINE == "te" and [*map(int, metadata.version("transformer_engine").split(".")[:2])] < [2, 18]:
-        raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
 
-flash_attn_func = flash_attn_varlen_func = None
-for package in ("flash_attn", "flash_attn.cute"):  # FlashAttention 2; 4 (Hopper, Blackwell) is preferred
-    with suppress(ImportError, AttributeError):
-        flash = import_module(package)
-        flash_attn_func, flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
 
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
-
-
-def residual_init(config):  # of the projections onto the residual
-    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
-
-
-def round_up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
-
-
-def check_multiples(config, **multiples):
-    """Raise ValueError for a field of the config that is no multiple of its number."""
-    for field, multiple in multiples.items():
-        if (value := getattr(config, field)) % multiple:
-            works = round_up(value, 128 if field == "vocab_size" else multiple)
-            deciding = ("n_head", "n_kv_head", "use_rotary", "use_fp8")  # the small files have no use_rotary
-            of = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
-            rule = f"{multiple} ({of}); {works} works"
-            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {rule}")
-
-
-@dataclass
-class OptimizedConfig:
-    """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
-
-    vocab_size: int = 50304  # GPT-2's 50,257, padded
-    n_positions: int = 1024  # maximum sequence length
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int | None = None  # grouped-query attention: fewer key/value heads; None: n_head
-    dropout: float = 0.0
-    attn_dropout: float = 0.0
-    layernorm_epsilon: float = 1e-5
-    use_pytorch_sdpa: bool = True  # False: te.DotProductAttention; see `attention`
-    use_rmsnorm: bool = False
-    use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
-    use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
-    rope_theta: float = 10000.0
-    use_fp8: bool = False
-    fp8_margin: int = 0
-    head_dim: int | None = None  # None: n_embd / n_head
-    n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
-    activation: str = "gelu"  # gelu (tanh approximation) | swiglu
-    bias: bool = True
-    tie_embeddings: bool = True  # lm_head and wte share one weight
-    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: see use_pytorch_sdpa
-    gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
-    fp8_lm_head: bool = True  # False: lm_head runs in high precision
-    fp8_skip_first: int = 0  # run this many blocks at the start in high precision
-    fp8_skip_last: int = 0  # run this many blocks at the end in high precision
-
-    def __post_init__(self):
-        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
-        self.n_inner = default if self.n_inner is None else self.n_inner
-        self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
-        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        head_dim = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
-        check_multiples(self, vocab_size=32, n_embd=width, n_inner=fp8, head_dim=head_dim)
-        choices = {"activation": ["gelu", "swiglu"], "attention": ["sdpa", "te", "flash", "auto"]}
-        choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        for field, values in choices.items():
-            if (value := getattr(self, field)) not in values:
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
-
-    @property
-    def norm(self):  # arguments of TE's modules
-        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
-
-    def in_fp8(self, layer):
-        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
-
-
-def locate_documents(cu_seqlens, batch, length, with_mask):
-    """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention: SDPA takes
-    a mask, (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
-    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
-    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
-    positions = tokens - cu_seqlens[document - 1]
-    mask = (document[:, :, None] == document[:, None, :]).tril()[:, None] if with_mask else None
-    return positions, (cu_seqlens, mask)
-
-
-def rope_tables(positions, head_dim, theta):
-    """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions.float()[..., None, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, heads, D)."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-def attention_kernel(config):
-    """Return what `config.attention` means on this machine: sdpa, te or flash."""
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
-    widest = 256 if is_version2 or major == 9 else 128  # head_dim; FlashAttention 4 takes 256 on Hopper only
-    fits = flash_attn_func is not None and config.attn_dropout == 0 and major >= (8 if is_version2 else 9)
-    narrowest = 8 if is_version2 else 24  # FlashAttention 4's gradients for heads of 16 are wrong (4.0.0b36)
-    fits = fits and config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
-    if config.attention == "flash" and not fits:
-        raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
-                         f"in multiples of 8 from {narrowest} to {widest} on this GPU; 'sdpa' works")
-    best = "flash" if fits and ENGINE != "fast" else "sdpa" if ENGINE == "reference" else "te"
-    return best if config.attention == "auto" else config.attention
-
-
-@torch.compiler.disable  # FlashAttention compiles its own kernels, which torch.compile must not trace
-def flash_attention(q, k, v, cu_seqlens=None):
-    if cu_seqlens is None:
-        y = flash_attn_func(q, k, v, causal=True)
-    else:
-        tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
-        y = flash_attn_varlen_func(*tokens, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-                                   max_seqlen_q=length, max_seqlen_k=length, causal=True)
-    return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
-
-
-class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: (B, S, n_embd) -> (B, S, n_embd)."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.config, self.layer, self.kernel = config, layer, attention_kernel(config)
-        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
-        if config.use_qk_norm:
-            self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
-            self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
-        if self.kernel == "te":
-            self.attention = te.DotProductAttention(
-                config.n_head, config.head_dim, num_gqa_groups=config.n_kv_head,
-                attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
-        self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
-
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
-        config, shape = self.config, x.shape[:2]
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
-        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
-        if config.use_qk_norm:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
-        if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        if kv_cache is not None:
-            end = kv_cache.length + shape[1]
-            kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
-            k, v = kv_cache.kv[self.layer, :, :, :end].unbind()
-        y = self.attend(q, k, v, documents, generating=kv_cache is not None)
-        return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
-
-    def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. k and v: (B, S', n_kv_head, D). q: (B, S, n_head,
-        D), at the last S positions. documents: of `locate_documents`. Returns q's elements in any shape."""
-        config, (cu_seqlens, mask) = self.config, documents or (None, None)
-        if self.kernel == "te" and not generating:
-            if cu_seqlens is None:
-                return self.attention(q, k, v)
-            tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
-            return self.attention(
-                *tokens, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
-                cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
-        if self.kernel == "flash" and not generating and q.dtype != torch.float32:
-            return flash_attention(q, k, v, cu_seqlens)
-        if generating and 1 < q.shape[1] < k.shape[1]:  # several new tokens after cached ones
-            mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-            mask = mask.tril(k.shape[1] - q.shape[1])
-        # Compare lengths in generation only: under torch.compile they may be symbols, which is_causal refuses
-        causal = mask is None and (not generating or q.shape[1] == k.shape[1])
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
-        dropout = config.attn_dropout if self.training else 0.0
-        grouped = config.n_kv_head != config.n_head
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
-        return y.transpose(1, 2)
-
-
-class Block(nn.Module):
-    """Residual block: x + attention(x), then x + MLP(x). (B, S, n_embd) -> (B, S, n_embd)."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.attn = Attention(config, layer)
-        self.mlp = te.LayerNormMLP(
-            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
-            init_method=normal_init, output_layer_init_method=residual_init(config))
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
-        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, documents))
-        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
+# ------------------------------------------------------------------------------
+# FP8 of any model: the recipe, the region in which GEMMs run in FP8, and its rules for the input
 
 
 class FP8Model(nn.Module):
-    """What FP8 needs of any architecture: the recipe and its context, the check of the input, and the FP8
-    state in state dicts, copies and pickles. Call `drop_local_functions` at the end of `__init__`."""
+    """Base class of a model in FP8. Call `drop_local_functions` at the end of `__init__`, and decorate
+    `forward` with `fp8_forward`."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID,
+                                         amax_history_len=1024, amax_compute_algo="max")
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
 
-    def drop_local_functions(self):
-        """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
-        for module in self.modules():
-            vars(module).pop("param_init_meta", None)
-            module._load_state_dict_post_hooks.clear()
-            if hasattr(module, "mask_func"):
-                module.mask_func = te.utils.attention_mask_func
-
-    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
+    def autocast(self, enabled=True):
+        """Return a context in which TE's GEMMs run in FP8. With enabled=False they do not, even inside
+        another one."""
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
+    def allow_fp8(self, allowed):
+        """Return a context that turns FP8 off unless `allowed`."""
+        return nullcontext() if allowed else self.autocast(enabled=False)
+
+    def allow_fp8_weights(self, allowed):
+        """Return a context that lets a caller's te.quantized_model_init() create FP8 weights if `allowed`."""
+        return nullcontext() if allowed else te.quantized_model_init(enabled=False)
+
     def check_input(self, batch, length, past=0):
-        n_positions, tokens = self.config.n_positions, batch * length
+        """Raise ValueError for input_ids (batch, length), after `past` cached tokens, that do not fit."""
+        n_positions = self.config.n_positions
         if past + length > n_positions:
             raise ValueError(f"input_ids: {past + length} positions, but n_positions={n_positions}: too long")
+        tokens = batch * length
         multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
         if self.config.use_fp8 and tokens % multiple:
             raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
                              f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
 
-    def __setstate__(self, state):
-        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
+    def drop_local_functions(self):
+        drop_local_functions(self)
+
+    def __setstate__(self, state):  # of a copy or a pickle
         super().__setstate__(state)
-        for module in self.modules():
-            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
-                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
-                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
-                module.fp8_meta_tensors_initialized = False
-                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
+        register_fp8_state(self)
 
 
 def fp8_forward(forward):
@@ -318,6 +130,195 @@ def run_uncompiled(forward, *args, **options):
     return forward(*args, **options)
 
 
+# ------------------------------------------------------------------------------
+# The architecture
+
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+
+
+def residual_init(config):  # of the projections onto the residual
+    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+
+
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
+def check_multiples(config, **multiples):
+    """Raise ValueError for a field of the config that is no multiple of its number."""
+    for field, multiple in multiples.items():
+        value = getattr(config, field)
+        if value % multiple == 0:
+            continue
+        works = round_up(value, 128 if field == "vocab_size" else multiple)
+        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]  # the small configs have no use_rotary
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
+        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
+                         f"({values}); {works} works")
+
+
+def check_choices(config, **choices):
+    """Raise ValueError for a field of the config that is none of its values."""
+    for field, values in choices.items():
+        value = getattr(config, field)
+        if value not in values:
+            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
+
+
+@dataclass
+class OptimizedConfig:
+    """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
+
+    vocab_size: int = 50304  # GPT-2's 50,257, padded
+    n_positions: int = 1024  # maximum sequence length
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # grouped-query attention: fewer key/value heads; None: n_head
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    layernorm_epsilon: float = 1e-5
+    use_pytorch_sdpa: bool = True  # attention kernel: PyTorch's SDPA; False: te.DotProductAttention
+    use_rmsnorm: bool = False
+    use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
+    use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
+    rope_theta: float = 10000.0
+    use_fp8: bool = False
+    fp8_margin: int = 0
+    head_dim: int | None = None  # None: n_embd / n_head
+    n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
+    activation: str = "gelu"  # gelu (tanh approximation) | swiglu
+    bias: bool = True
+    tie_embeddings: bool = True  # lm_head and wte share one weight
+    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: as use_pytorch_sdpa says
+    gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
+    fp8_lm_head: bool = True  # False: lm_head runs in high precision
+    fp8_skip_first: int = 0  # run this many blocks at the start in high precision
+    fp8_skip_last: int = 0  # run this many blocks at the end in high precision
+
+    def __post_init__(self):
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
+                self.n_inner = round_up(8 * self.n_embd // 3, 64)
+        if self.attention is None:
+            self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
+
+        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+        width_multiple = gemm_multiple
+        if self.head_dim is None:
+            width_multiple = math.lcm(gemm_multiple, self.n_head)
+            self.head_dim = self.n_embd // self.n_head
+        # All keys together, n_kv_head · head_dim, are a dimension of a GEMM. RoPE needs an even head_dim.
+        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
+        if self.use_rotary:
+            head_multiple = math.lcm(head_multiple, 2)
+        check_multiples(
+            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
+        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        check_choices(self, activation=["gelu", "swiglu"], attention=["sdpa", "te", "flash", "auto"],
+                      n_kv_head=divisors)
+
+    @property
+    def norm(self):  # arguments of TE's modules
+        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
+
+    def in_fp8(self, layer):
+        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
+
+
+def rope_tables(positions, head_dim, theta):
+    """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x, cos, sin):
+    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, heads, D)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: (B, S, n_embd) -> (B, S, n_embd)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.kernel = attention_kernel(config)
+        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.qkv = te.LayerNormLinear(
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+        if config.use_qk_norm:
+            self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
+            self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
+        if self.kernel == "te":
+            self.attention = te.DotProductAttention(
+                config.n_head, config.head_dim, num_gqa_groups=config.n_kv_head,
+                attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
+        self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
+
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
+        config = self.config
+        batch, length, _ = x.shape
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
+        qkv = qkv.view(batch, length, -1, config.head_dim)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
+        if config.use_qk_norm:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if kv_cache is not None:
+            end = kv_cache.length + length
+            kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
+            k, v = kv_cache.kv[self.layer, :, :, :end].unbind()
+        y = self.attend(q, k, v, documents, generating=kv_cache is not None)
+        return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
+
+    def attend(self, q, k, v, documents=None, generating=False):
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. k and v: (B, S', n_kv_head, D). q: (B, S, n_head,
+        D), at the last S positions. documents: of `locate_documents`. Returns q's elements in any shape."""
+        config = self.config
+        cu_seqlens, mask = (None, None) if documents is None else documents
+        if self.kernel == "te" and not generating:
+            return te_attention(self.attention, q, k, v, cu_seqlens)
+        if self.kernel == "flash" and not generating and q.dtype != torch.float32:
+            return flash_attention(q, k, v, cu_seqlens)
+        is_causal = mask is None
+        # Compare lengths in generation only: under torch.compile they may be symbols, which is_causal refuses
+        if generating and q.shape[1] < k.shape[1]:  # new tokens after cached ones, which they all see
+            is_causal = False
+            if q.shape[1] > 1:
+                mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+                mask = mask.tril(k.shape[1] - q.shape[1])
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+        dropout = config.attn_dropout if self.training else 0.0
+        grouped = config.n_kv_head != config.n_head
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=grouped)
+        return y.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Residual block: x + attention(x), then x + MLP(x). (B, S, n_embd) -> (B, S, n_embd)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = te.LayerNormMLP(
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
+            init_method=normal_init, output_layer_init_method=residual_init(config))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
+        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, documents))
+        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
+
+
 class OptimizedGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
@@ -335,10 +336,10 @@ class OptimizedGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+            with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config, layer))
-        fp8_weight = config.fp8_lm_head and not config.tie_embeddings  # nn.Embedding reads no FP8 parameter
-        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
+        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
+        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
@@ -352,30 +353,40 @@ class OptimizedGPT2Model(FP8Model):
         document of a packed batch in its B·S tokens, then B·S, repeated as needed. kv_cache: from
         `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
-        (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
+        batch, length = input_ids.shape
+        past = 0 if kv_cache is None else kv_cache.length
         self.check_input(batch, length, past)
-        positions, documents = torch.arange(past, past + length, device=input_ids.device), None
+        positions = torch.arange(past, past + length, device=input_ids.device)
+        documents = None
         if cu_seqlens is not None:
             if kv_cache is not None:
                 raise ValueError("kv_cache supports one document per row: drop cu_seqlens")
+            # SDPA takes a mask, the other kernels cu_seqlens; float32 is SDPA's
             with_mask = self.blocks[0].attn.kernel == "sdpa" or self.wte.weight.dtype == torch.float32
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
-        rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        x = self.wte(input_ids)
-        x = self.dropout(x if config.use_rotary else x + self.wpe(positions))  # (B, S, n_embd)
+
+        x = self.wte(input_ids)  # (B, S, n_embd)
+        rope = None
+        if config.use_rotary:
+            rope = rope_tables(positions, config.head_dim, config.rope_theta)
+        else:
+            x = x + self.wpe(positions)
+        x = self.dropout(x)
+        recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
-                    recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
-                    run = partial(te.checkpoint, block) if recomputes else block
-                    x = run(x, rope, is_first_microbatch, kv_cache, documents)
+                with self.allow_fp8(config.in_fp8(layer)):
+                    if recomputes:
+                        x = te.checkpoint(block, x, rope, is_first_microbatch, kv_cache, documents)
+                    else:
+                        x = block(x, rope, is_first_microbatch, kv_cache, documents)
             if kv_cache is not None:
                 kv_cache.length += length
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+        with self.allow_fp8(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
@@ -390,13 +401,81 @@ class OptimizedGPT2Model(FP8Model):
         return SimpleNamespace(kv=kv, length=0)
 
 
+# ------------------------------------------------------------------------------
+# Attention kernels and packed documents
+
+flash_attn_func = flash_attn_varlen_func = None
+for package in ("flash_attn", "flash_attn.cute"):  # FlashAttention 2; 4 (Hopper, Blackwell) is preferred
+    with suppress(ImportError, AttributeError):
+        flash = import_module(package)
+        flash_attn_func, flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
+
+
+def attention_kernel(config):
+    """Return what `config.attention` means on this machine: sdpa, te or flash."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
+    is_on_gpu = flash_attn_func is not None and major >= (8 if is_version2 else 9)
+    widest = 256 if is_version2 or major == 9 else 128  # head_dim; FlashAttention 4 takes 256 on Hopper only
+    narrowest = 8 if is_version2 else 24  # FlashAttention 4's gradients for heads of 16 are wrong (4.0.0b36)
+    takes_head_dim = config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
+    runs_flash = is_on_gpu and takes_head_dim and config.attn_dropout == 0
+    if config.attention == "flash" and not runs_flash:
+        raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
+                         f"in multiples of 8 from {narrowest} to {widest} on this GPU; 'sdpa' works")
+    if config.attention != "auto":
+        return config.attention
+    if runs_flash and ENGINE != "fast":  # fast_kernels runs FlashAttention 4 itself, in a way that traces
+        return "flash"
+    return "sdpa" if ENGINE == "reference" else "te"
+
+
+@torch.compiler.disable  # FlashAttention compiles its own kernels, which torch.compile must not trace
+def flash_attention(q, k, v, cu_seqlens=None):
+    if cu_seqlens is None:
+        y = flash_attn_func(q, k, v, causal=True)
+    else:
+        length = q.shape[1]
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+        y = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+                                   max_seqlen_q=length, max_seqlen_k=length, causal=True)
+    return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
+
+
+def te_attention(attention, q, k, v, cu_seqlens=None):
+    """Run te.DotProductAttention."""
+    if cu_seqlens is None:
+        return attention(q, k, v)
+    length = q.shape[1]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+    return attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
+                     cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
+
+
+def locate_documents(cu_seqlens, batch, length, with_mask):
+    """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention: SDPA takes
+    a mask, (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
+    positions = tokens - cu_seqlens[document - 1]
+    mask = None
+    if with_mask:
+        is_same_document = document[:, :, None] == document[:, None, :]
+        mask = is_same_document.tril()[:, None]
+    return positions, (cu_seqlens, mask)
+
+
+# ------------------------------------------------------------------------------
+# FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
+
+
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
     """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
+        has_weights = next(module.parameters(), None) is not None  # TE's attention has none
         for direction in ("scaling_fwd", "scaling_bwd"):
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            has_weights = next(module.parameters(), None) is not None  # TE's attention has none
             if has_weights and getattr(scaling, "scale", None) is not None:
                 vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
                 state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
@@ -405,23 +484,54 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
     """Take scales and histories out of a state dict, and set them if the model has delayed scaling."""
-    has_delayed_scaling, has_scales = model.config.use_fp8 and model.fp8_recipe.delayed(), False
+    has_delayed_scaling = model.config.use_fp8 and model.fp8_recipe.delayed()
+    has_scales = False
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
         if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
             state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            has_scales = has_scales or scale is not None
-            if scale is not None and has_delayed_scaling:
-                gemms = 2 if hasattr(module, "fc2_weight") else 1
-                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history
-                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
-                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
+            amax_history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is None:
+                continue
+            has_scales = True
+            if has_delayed_scaling:
+                set_fp8_state(module, model.fp8_recipe, direction, scale, amax_history)
     if has_delayed_scaling and not has_scales:
         warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
                       "are 1 before its first pass", stacklevel=2)
+
+
+def set_fp8_state(module, recipe, direction, scale, amax_history):
+    """Set the scales (n,) and the amax history (length, n) of a TE module, whose own may be longer."""
+    gemms = 2 if hasattr(module, "fc2_weight") else 1
+    module.fp8_meta.update(recipe=recipe, num_gemms=gemms)
+    module.init_fp8_meta_tensors(recipe)
+    scaling = module.fp8_meta[direction]
+    scaling.scale.copy_(scale)
+    # Row 0 collects the amax of the current step; the last row is the newest step
+    current_step, past_steps = amax_history[:1], amax_history[1:]
+    added = len(scaling.amax_history) - len(amax_history)
+    past_steps = F.pad(past_steps, (0, 0, added, 0))  # zeros in front; a negative number cuts rows off there
+    scaling.amax_history.copy_(torch.cat([current_step, past_steps]))
+
+
+def register_fp8_state(model):
+    """Register the scales of a copied or unpickled model with TE, which must update them, not the original's.
+    The attributes are TE's."""
+    for module in model.modules():
+        if getattr(module, "fp8_meta_tensors_initialized", False):
+            module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+            module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
+            module.fp8_meta_tensors_initialized = False
+            module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
+
+
+def drop_local_functions(model):
+    """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
+    for module in model.modules():
+        vars(module).pop("param_init_meta", None)
+        module._load_state_dict_post_hooks.clear()
+        if hasattr(module, "mask_func"):
+            module.mask_func = te.utils.attention_mask_func

@@ -192,15 +192,18 @@ def test_a_build_without_cuda_is_not_started(hopper):
 RESIDUAL = "        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))\n"
 BRANCH = "        y = self.mlp(x, is_first_microbatch=is_first_microbatch)\n"
 IS_FIRST_IN_FP8 = "self.attn.config.use_fp8 and self.attn.layer == 0"
-CHECKPOINT = "run = partial(te.checkpoint, block) if recomputes else block"
+CALL = "                        x = block(x, rope, is_first_microbatch, kv_cache, documents)\n"
+TORCH_CHECKPOINT = """                        x = torch.utils.checkpoint.checkpoint(
+                            block, x, rope, is_first_microbatch, kv_cache, documents, use_reentrant=True)
+"""
 PACKED = """        self.qkv = te.LayerNormLinear(
             config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
 """
 SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).items():
             setattr(self, name, te.LayerNormLinear(config.n_embd, size, init_method=normal_init))
 """
-PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch).view("
-SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1).view("
+PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch)\n"
+SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)\n"
 OUTPUT = "            return self.output(stream, labels, first, input_ids.shape, tied_dweight)\n"
 TWO_USES = """            loss = self.output(stream, labels, first, input_ids.shape, tied_dweight)
             return loss if labels is None else loss + 0.5 * self.output(
@@ -269,7 +272,7 @@ def test_an_edit_of_the_examples_passes(diff, check, in_tmp_path, tmp_path, requ
     (RESIDUAL, f"{BRANCH}        if {IS_FIRST_IN_FP8} and y.requires_grad:\n"
      "            y.register_hook(lambda gradient: 1.5 * gradient)\n        return x + y\n",
      "fail  blocks.0.mlp.fc2_bias: its gradient changes by "),
-    (CHECKPOINT, "run = partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=True)",
+    (CALL, TORCH_CHECKPOINT,
      "fail  blocks.0.attn.qkv: in FP8 in the forward pass, but recomputed without FP8"),
     (RESIDUAL, f"{BRANCH}        if x.requires_grad and {IS_FIRST_IN_FP8}:\n"
      "            raise RuntimeError('a shape')\n        return x + y\n",
