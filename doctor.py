@@ -50,9 +50,11 @@ FIXES = {"CUDA_TORCH": CUDA_TORCH, "LIBRARIES_FIRST": LIBRARIES_FIRST, "DISABLE_
 def read_answers():
     """Return [(pattern, cause, fix)] of guide/errors.txt."""
     answers = []
-    for entry in (HERE / "guide" / "errors.txt").read_text().split("\n\n")[1:]:  # the first explains the file
+    _, *entries = (HERE / "guide" / "errors.txt").read_text().split("\n\n")  # the first explains the file
+    for entry in entries:
         cause, fix, *patterns = (line.strip() for line in entry.strip().splitlines())
-        answers.append(("|".join(patterns), cause, fix.removeprefix("fix: ").format(**FIXES)))
+        fix = fix.removeprefix("fix: ").format(**FIXES)
+        answers.append(("|".join(patterns), cause, fix))
     return answers
 
 
@@ -62,16 +64,21 @@ def explain(text):
     for pattern, cause, fix in read_answers():
         matches = [line for line in lines if re.search(pattern, line)]
         if matches:
-            found.append((cause, fix, " ".join(matches[0].split())))
+            first_line = " ".join(matches[0].split())
+            found.append((cause, fix, first_line))
             lines = [line for line in lines if line not in matches]  # not for a more general pattern
     return found
 
 
 def print_known_failures(text):
     """Print the known failures in a log. Return the exit code: 0 if there are any."""
-    found = [f"fail  {cause}\n      line: {line}\n      fix: {fix}" for cause, fix, line in explain(text)]
-    print("\n".join(found) or "fail  no known failure in this text: search it for error or fatal")
-    return int(not found)
+    found = explain(text)
+    for cause, fix, line in found:
+        print(f"fail  {cause}\n      line: {line}\n      fix: {fix}")
+    if not found:
+        print("fail  no known failure in this text: search it for error or fatal")
+        return 1
+    return 0
 
 
 # ---------------------------------------------------------------- checks: each yields (status, line, fix)
@@ -87,7 +94,8 @@ def installed(*packages):
 
 def numbers(text):
     """Parse a version: "2.11.0+cu130" -> (2, 11, 0)."""
-    return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", text)[0])))
+    release = re.match(r"[\d.]*", text)[0]
+    return tuple(int(number) for number in re.findall(r"\d+", release))
 
 
 def query_gpus(fields):
@@ -96,17 +104,23 @@ def query_gpus(fields):
     if not shutil.which(command[0]):
         return [], ""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    has_gpu = not done.returncode and "No devices were found" not in done.stdout
-    return (done.stdout.splitlines(), "") if has_gpu else ([], done.stdout)
+    if done.returncode or "No devices were found" in done.stdout:
+        return [], done.stdout
+    return done.stdout.splitlines(), ""
 
 
 def check_python():
     name = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    is_old = sys.version_info < (3, 10)
-    yield ("fail", f"{name}: too old", "install Python 3.10 or later") if is_old else ("ok", name, "")
+    if sys.version_info < (3, 10):
+        yield "fail", f"{name}: too old", "install Python 3.10 or later"
+    else:
+        yield "ok", name, ""
     requirements = re.findall(r"^([\w-]+)(?:>=([\d.]+))?", (HERE / "requirements.txt").read_text(), re.M)
-    missing = [f"{name} {least}".strip() for name, least in requirements
-               if numbers(installed(name).get(name, "")) < (numbers(least) or (0,))]
+    missing = []
+    for package, least in requirements:
+        found = installed(package)
+        if package not in found or numbers(found[package]) < numbers(least):
+            missing.append(f"{package} {least}".strip())
     if missing:
         yield "fail", f"packages missing or too old: {', '.join(missing)}", REQUIREMENTS
 
@@ -125,24 +139,31 @@ def check_driver():
 def check_torch():
     import torch
     cuda = torch.version.cuda
-    name = f"PyTorch {torch.__version__}, " + (f"CUDA {cuda}" if cuda else "without CUDA")
-    gpus, is_hidden = query_gpus("name")[0], os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not torch.cuda.is_available() and (is_hidden or not gpus):
-        yield "ok", name + ("; CUDA_VISIBLE_DEVICES hides the GPU" if gpus else ""), ""
+    name = f"PyTorch {torch.__version__}, CUDA {cuda}" if cuda else f"PyTorch {torch.__version__}, without CUDA"
+    gpus, _ = query_gpus("name")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not torch.cuda.is_available() and not gpus:
+        yield "ok", name, ""
+        return
+    if not torch.cuda.is_available() and is_hidden:
+        yield "ok", f"{name}; CUDA_VISIBLE_DEVICES hides the GPU", ""
         return
     if not cuda:
         yield "fail", f"{name}, but there is a GPU", CUDA_TORCH
         return
     (torch.ones(1, device="cuda") + 1).item()  # raises the reason: no driver, no kernels for this GPU
     yield "ok", name, ""
-    capability = torch.cuda.get_device_capability()
-    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-    gpu = "{}, compute capability {}.{}".format(torch.cuda.get_device_name(), *capability)
-    yield "ok", f"{gpu}, {free:.0f} of {total:.0f} GiB free", ""
-    if capability >= FLASH_CAPABILITY:
-        found = installed(FLASH)
-        line = f"FlashAttention 4: {found.get(FLASH, 'not installed; --attention auto uses another kernel')}"
-        yield ("ok", line, "") if found else ("warn", line, shlex.join(flash_command(cuda)))
+    major, minor = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    yield "ok", f"{gpu}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free", ""
+    if (major, minor) < FLASH_CAPABILITY:
+        return
+    if found := installed(FLASH):
+        yield "ok", f"FlashAttention 4: {found[FLASH]}", ""
+    else:
+        line = "FlashAttention 4: not installed; --attention auto uses another kernel"
+        yield "warn", line, shlex.join(flash_command(cuda))
 
 
 def check_fp8():
@@ -154,31 +175,29 @@ def check_fp8():
         capability = torch.cuda.get_device_capability()
         yield from check_te(torch.version.cuda, capability)
     from nanote import recipes
-    names, results = check_recipes(recipes, capability)
-    yield from results
-    # the rounding error of NVFP4 has no simple bound
-    yield from (check_gemm(recipes, name) for name in names if name != "nvfp4")
-
-
-def check_recipes(recipes, capability):
-    """Return the recipes that the engine supports, and the results that say so."""
     reasons = {name: recipes.unsupported_reason(name) for name in recipes.RECIPES if name != "none"}
-    names = [name for name, reason in reasons.items() if not reason]
-    results = [("ok", f"FP8 recipes ({recipes.describe()}): {', '.join(names)}", "")]
-    if not names:
-        results = [("warn", "no FP8 on this GPU: it needs Ada (8.9) or later", "train.py --fp8-recipe none")]
-    if "nvfp4" in names and capability >= (12, 0):  # Transformer Engine supports it by its rules
+    supported = [name for name, reason in reasons.items() if not reason]
+    if supported:
+        yield "ok", f"FP8 recipes ({recipes.describe()}): {', '.join(supported)}", ""
+    else:
+        yield "warn", "no FP8 on this GPU: it needs Ada (8.9) or later", "train.py --fp8-recipe none"
+    if "nvfp4" in supported and capability >= (12, 0):  # Transformer Engine supports it by its rules
         line = ("nvfp4 on compute capability 12.x: not measured here; TransformerEngine issue 3062 reports "
                 "'invalid argument' from its random Hadamard transform, which is on by default")
-        results.append(("warn", line, DISABLE_RHT))
-    results += [("info", f"{name} not here: {reason}", "") for name, reason in reasons.items() if reason]
-    return names, results
+        yield "warn", line, DISABLE_RHT
+    for name, reason in reasons.items():
+        if reason:
+            yield "info", f"{name} not here: {reason}", ""
+    for name in supported:
+        if name != "nvfp4":  # its rounding error has no simple bound
+            yield check_gemm(recipes, name)
 
 
 def check_te(cuda, capability):
     """Check Transformer Engine on a GPU. What makes it unusable ends the process, as an import error does."""
-    packages, needed = installed(*TE_PACKAGES), gpu_requirement("transformer-engine")
-    cores = [name[-2:] for name in packages if "-cu" in name]
+    packages = installed(*TE_PACKAGES)
+    needed = gpu_requirement("transformer-engine")
+    cores = [name[-2:] for name in packages if "-cu" in name]  # 12 or 13, the CUDA of the core library
     if not packages and not importlib.util.find_spec("transformer_engine"):
         status = "fail" if capability >= (8, 9) else "info"
         yield status, "Transformer Engine is not installed: FP8 would be emulated, slowly", INSTALL
@@ -203,7 +222,9 @@ def check_gemm(recipes, name):
     import torch
 
     from nanote.config import TrainConfig
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device, dtype = "cpu", torch.float32
+    if torch.cuda.is_available():
+        device, dtype = "cuda", torch.bfloat16
     linear = recipes.te.Linear(512, 512, bias=False, params_dtype=dtype, device=device)
     x = torch.randn(256, 512, device=device, dtype=dtype, requires_grad=True)
     for _ in range(2):  # delayed scaling has its scales from the second pass on
@@ -213,15 +234,19 @@ def check_gemm(recipes, name):
     exact = x.double() @ linear.weight.double().T
     error = ((y.double() - exact).norm() / exact.norm()).item()
     line = f"FP8 GEMM under {name}: relative error {error:.3f} (from 0.01 to 0.088 is right)"
-    is_right = 0.01 < error <= 0.088
-    return ("ok", line, "") if is_right else ("fail", line, f"{INSTALL}; until then --fp8-recipe none")
+    if 0.01 < error <= 0.088:
+        return "ok", line, ""
+    return "fail", line, f"{INSTALL}; until then --fp8-recipe none"
 
 
 def failure(what, error, fix):
     """Return a result with the fix for the error message, or with `fix` if the message is unknown."""
-    for cause, known_fix, line in explain(error):
+    known = explain(error)
+    if known:
+        cause, known_fix, line = known[0]
         return "fail", f"{what}: {cause} ({line[:200]})", known_fix
-    return "fail", f"{what}: {(error.strip().splitlines() or ['no message'])[-1][:300]}", fix
+    lines = error.strip().splitlines() or ["no message"]
+    return "fail", f"{what}: {lines[-1][:300]}", fix
 
 
 def run_apart(what, check, fix):
@@ -229,18 +254,24 @@ def run_apart(what, check, fix):
     code = (f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import doctor\n"
             f"for result in doctor.{check.__name__}(): print('result:' + json.dumps(result), flush=True)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace")
-    yield from (json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("result:"))
-    if done.returncode:
-        crash = f"\nkilled by signal {-done.returncode}" if done.returncode < 0 else ""
-        yield failure(what, done.stderr + crash, fix)
+    for line in done.stdout.splitlines():
+        if line.startswith("result:"):
+            yield json.loads(line.removeprefix("result:"))
+    if done.returncode < 0:
+        yield failure(what, f"{done.stderr}\nkilled by signal {-done.returncode}", fix)
+    elif done.returncode:
+        yield failure(what, done.stderr, fix)
 
 
 def print_results(results):
     """Print each result as it comes. Return whether one failed."""
     failed = False
     for status, line, fix in results:
-        print(f"{status:<6}{line}" + (f"\n      fix: {fix}" if fix else ""), flush=True)
-        failed = failed or status == "fail"
+        print(f"{status:<6}{line}", flush=True)
+        if fix:
+            print(f"      fix: {fix}", flush=True)
+        if status == "fail":
+            failed = True
     return failed
 
 
@@ -290,11 +321,39 @@ def install(dry_run):
     PyTorch's CUDA libraries (CPATH), one compiler per core runs out of memory (MAX_JOBS), and pip reuses a
     wheel that was built for another torch (--no-cache-dir).
     """
-    text = Path(TORCH.origin).with_name("version.py").read_text() if TORCH else ""
-    cuda = re.search(r"^cuda\b.*'([\d.]+)'", text, re.M)
+    cuda = torch_cuda()
     if not cuda and not dry_run:
         sys.exit(f"doctor.py: Transformer Engine is built against a PyTorch with CUDA: {CUDA_TORCH}")
-    headers = [*map(str, sorted(NVIDIA.glob("*/include"))), *filter(None, [os.environ.get("CPATH")])]
+    settings = build_settings()
+    for name, value in settings.items():
+        print(f"export {name}={shlex.quote(value)}")
+    commands = [[*PIP, "install", "setuptools", "wheel", "packaging", "ninja", "pybind11"],
+                [*PIP, "install", "--no-build-isolation", "--no-cache-dir", gpu_requirement("transformer-engine")]]
+    if old := installed(*TE_PACKAGES):
+        commands.insert(0, [*PIP, "uninstall", "-y", *old])
+    for command in commands:
+        if run(command, settings, dry_run) != 0:
+            return 1
+    capabilities, _ = query_gpus("compute_cap")
+    if capabilities and numbers(capabilities[0]) >= FLASH_CAPABILITY:
+        if run(flash_command(cuda), {}, dry_run) != 0:
+            print("warn  FlashAttention 4 was not installed: --attention auto uses another kernel")
+    if not dry_run:
+        print("ok    installed; python doctor.py checks it")
+    return 0
+
+
+def torch_cuda():
+    """Return the CUDA version of the installed PyTorch, read without importing it; "" without one."""
+    if not TORCH:
+        return ""
+    text = Path(TORCH.origin).with_name("version.py").read_text()
+    found = re.search(r"^cuda\b.*'([\d.]+)'", text, re.M)
+    return found[1] if found else ""
+
+
+def build_settings():
+    """Return the environment variables of the build; see `install`."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     jobs = max(1, min(os.cpu_count(), memory // 2**32))  # a compiler takes up to 4 GiB
     settings = {
@@ -302,21 +361,12 @@ def install(dry_run):
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # a wheel from GitHub may be for another CUDA
         "NVTE_WITH_NCCL_EP": "0",  # expert parallelism needs a newer NCCL than PyTorch's
     }
+    headers = [str(folder) for folder in sorted(NVIDIA.glob("*/include"))]
+    if os.environ.get("CPATH"):
+        headers.append(os.environ["CPATH"])
     if headers:
         settings["CPATH"] = ":".join(headers)
-    print(*(f"export {name}={shlex.quote(value)}" for name, value in settings.items()), sep="\n")
-    old, te = installed(*TE_PACKAGES), gpu_requirement("transformer-engine")
-    commands = [[*PIP, "uninstall", "-y", *old]] if old else []
-    commands += [[*PIP, "install", "setuptools", "wheel", "packaging", "ninja", "pybind11"],
-                 [*PIP, "install", "--no-build-isolation", "--no-cache-dir", te]]
-    if any(run(command, settings, dry_run) for command in commands):
-        return 1
-    capability = numbers("".join(query_gpus("compute_cap")[0][:1]))
-    if capability >= FLASH_CAPABILITY and run(flash_command(cuda[1] if cuda else ""), {}, dry_run):
-        print("warn  FlashAttention 4 was not installed: --attention auto uses another kernel")
-    if not dry_run:
-        print("ok    installed; python doctor.py checks it")
-    return 0
+    return settings
 
 
 def run(command, settings, dry_run):
@@ -330,7 +380,7 @@ def run(command, settings, dry_run):
     for line in process.stdout:
         print(line, end="", flush=True)
         log.append(line)
-    if process.wait():
+    if process.wait() != 0:
         print_known_failures("".join(log))
     return process.returncode
 

@@ -105,11 +105,14 @@ class Recipe:
     def nvfp4(self):
         return False
 
-    custom = nvfp4
+    def custom(self):
+        return False
 
     @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
     def _prepare(self, module_id, group):
-        _prepare(next(module for module in _fp8.modules if id(module) == module_id), self, group, True)
+        for module in list(_fp8.modules):
+            if id(module) == module_id:
+                _prepare(module, self, group, is_traced=True)
 
     def _check(self):
         """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
@@ -124,8 +127,9 @@ class Recipe:
                                  "Transformer Engine")
 
     def _dtype(self, forward):
-        e4m3 = self.fp8_format == Format.E4M3 or (self.fp8_format == Format.HYBRID and forward)
-        return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+        if self.fp8_format == Format.HYBRID and not forward:
+            return torch.float8_e5m2
+        return torch.float8_e4m3fn
 
 
 @dataclass(repr=False)
@@ -212,28 +216,44 @@ def is_nvfp4_available(return_reason=False):
 # The FP8 region: one global state, as in TE
 
 
+class _Region(NamedTuple):
+    """The arguments of an `autocast`."""
+
+    enabled: bool
+    recipe: Recipe
+    group: object  # the ranks over which amaxes are reduced
+
+
 class _Fp8State:
     """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
 
     def __init__(self):
-        # (enabled, recipe, group) of open regions; torch.compile loses attributes set after flex_attention
+        # Open regions, the innermost last; torch.compile loses attributes that are set after flex_attention
         self.open = []
         self.default_recipe = DelayedScaling()
         # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
         self.weights_in_fp8 = False  # inside quantized_model_init, with init_recipe
         self.init_recipe, self.keep_init_value = None, False
-        # in checkpoint(): "forward", then "recompute", or "compiled"; {(_ScalingState, index): scales}
-        self.checkpoint = (None, None)
-        self.regions = {}  # key -> (recipe, group) of the region entered last
+        self.checkpoint_phase = None  # in checkpoint(): "forward", then "recompute", or "compiled"
+        self.checkpoint_scales = None  # (_ScalingState, index) -> scales of the forward pass
+        self.regions = {}  # key -> the _Region entered last
         # is_forward -> weak references to the _ScalingState of every module that ran
         self.states = {True: [], False: []}
         # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
         self.modules = weakref.WeakKeyDictionary()
 
-    enabled = property(lambda self: len(self.open) > 0 and self.open[-1][0])
-    recipe = property(lambda self: self.open[-1][1])
-    group = property(lambda self: self.open[-1][2])
+    @property
+    def enabled(self):
+        return len(self.open) > 0 and self.open[-1].enabled
+
+    @property
+    def recipe(self):
+        return self.open[-1].recipe
+
+    @property
+    def group(self):
+        return self.open[-1].group
 
 
 _fp8 = _Fp8State()
@@ -253,7 +273,7 @@ class autocast:
         self.outer_first_module = _fp8.first_module
         if not _fp8.open:
             _fp8.first_module = True
-        _fp8.open.append((self.enabled, recipe, self.group))
+        _fp8.open.append(_Region(self.enabled, recipe, self.group))
         return self
 
     def __exit__(self, *exc):
@@ -290,43 +310,62 @@ fp8_model_init = quantized_model_init  # the deprecated name
 
 
 def _prepare(module, recipe, group, is_traced):
-    """Create, resize and register the FP8 state of a module that runs in a region.
-
-    A compiled graph cannot, and the first module's backward pass, which rolls all histories, is
-    traced before the others. So the first prepares all. A roll changes nothing of those that do not run.
-    """
+    """Create, resize and register the FP8 state of a module that runs in a region."""
     before = module.fp8_meta.get("recipe")
     module.init_fp8_meta_tensors(recipe)
     if not recipe.delayed():
         return
     key = f"recipe={recipe},group={id(group) if group is not None else None}"
-    _fp8.regions[key] = (recipe, group)
+    _fp8.regions[key] = _Region(True, recipe, group)
     module._register(key, runs=True)
-    for other in [m for m in _fp8.modules if m.fp8_meta["num_gemms"]] if is_traced else ():
-        if other.fp8_meta.get("recipe") is None and other._device() == module._device():
-            other._make_states(recipe, _fp8.modules[other])
-            other._register(key, runs=False)
-        elif other.fp8_meta.get("recipe") in (recipe, before):  # of the same model
-            other.init_fp8_meta_tensors(recipe)
-            other._register(key, runs=False)
-        for state in other._states().values():  # CUDA graphs of torch.compile update static inputs only
+    if is_traced:
+        _prepare_all(module._device(), recipe, before, key)
+
+
+def _prepare_all(device, recipe, recipe_before, key):
+    """Prepare all modules while torch.compile traces the first one.
+
+    A compiled graph cannot prepare them, and the first module's backward pass, which rolls all histories, is
+    traced before the others. A roll changes nothing of those that do not run.
+    """
+    for module in list(_fp8.modules):
+        if module.fp8_meta["num_gemms"] == 0:
+            continue
+        own_recipe = module.fp8_meta.get("recipe")
+        if own_recipe is None and module._device() == device:
+            module._make_states(recipe, _fp8.modules[module])
+            module._register(key, runs=False)
+        elif own_recipe in (recipe, recipe_before):  # of the same model
+            module.init_fp8_meta_tensors(recipe)
+            module._register(key, runs=False)
+        for state in module._states().values():  # CUDA graphs of torch.compile update static inputs only
             torch._dynamo.mark_static_address(state.scale)
             torch._dynamo.mark_static_address(state.amax_history)
 
 
 def _roll_histories(forward, only=None):
-    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales."""
-    alive = [s for s in (r() for r in _fp8.states[forward]) if s is not None and only in (None, s)]
-    for key, (recipe, group) in _fp8.regions.items():
-        states = [s for s in alive if s.key == key]
+    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales.
+    With `only`, those of this _ScalingState."""
+    states = [reference() for reference in _fp8.states[forward]]
+    states = [state for state in states if state is not None]  # of modules that still exist
+    if only is not None:
+        states = [state for state in states if state is only]
+    for key, (_, recipe, group) in _fp8.regions.items():
+        of_region = [state for state in states if state.key == key]
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        if recipe.reduce_amax and is_distributed and states:
-            amax = torch.cat([s.amax_history[0] for s in states])
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-            for state, part in zip(states, amax.split([s.scale.numel() for s in states])):
-                state.amax_history[0] = part
-        for state in states:
+        if recipe.reduce_amax and is_distributed and of_region:
+            _reduce_amaxes(of_region, group)
+        for state in of_region:
             state.roll(recipe, FP8_MAX[recipe._dtype(forward)])
+
+
+def _reduce_amaxes(states, group):
+    """Replace the amaxes of this step by their maxima over the ranks, in one collective."""
+    amaxes = torch.cat([state.amax_history[0] for state in states])
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    sizes = [state.scale.numel() for state in states]
+    for state, amax in zip(states, amaxes.split(sizes)):
+        state.amax_history[0] = amax
 
 
 class _ScalingState:
@@ -377,9 +416,11 @@ class _ScalingState:
     def resize(self, length):
         """Change `amax_history_len`: truncate at the end or pad with zeros, as TE does, although the newest
         rows are at the end."""
-        if length != len(self.amax_history):
-            kept = self.amax_history[:length]
-            self.amax_history = F.pad(kept, (0, 0, 0, length - len(kept))).clone()
+        if length == len(self.amax_history):
+            return
+        kept = self.amax_history[:length]
+        added = length - len(kept)
+        self.amax_history = F.pad(kept, (0, 0, 0, added)).clone()
 
 
 def delayed_scale(amax, old_scale, fp8_max, margin=0):
@@ -410,9 +451,14 @@ def mx_scale(amax, fp8_max):
     """Return MXFP8's scale, 2^-e with the smallest e in [-127, 127] (E8M0's range) such that amax / 2^e fits
     the format."""
     bits = (amax * (1.0 / fp8_max)).view(torch.int32)
-    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
-    return torch.ldexp(torch.ones_like(amax), 127 - (exponent + up).clamp(max=0xFE))
+    exponent = bits >> 23 & 0xFF  # biased: e + 127
+    mantissa = bits & 0x7FFFFF
+    # Round up to a power of two. What is at most 2^-127, the smallest of E8M0, is subnormal in float32.
+    is_smallest = (exponent == 0) & (mantissa <= 0x400000)
+    is_largest = exponent >= 0xFE
+    rounds_up = (mantissa > 0) & ~is_smallest & ~is_largest
+    exponent = torch.where(rounds_up, exponent + 1, exponent).clamp(max=0xFE)
+    return torch.ldexp(torch.ones_like(amax), 127 - exponent)
 
 
 def in_blocks(x, block, scale_of, dtype):
@@ -421,25 +467,34 @@ def in_blocks(x, block, scale_of, dtype):
     Returns: FP8 data of x's shape, scales (row blocks, column blocks), and x dequantized to float32.
     """
     rows, columns = x.shape
-    padded = F.pad(x.detach().float(), (0, -columns % block[1], 0, -rows % block[0]))
-    tiles = padded.view(padded.shape[0] // block[0], block[0], -1, block[1])
-    scale = scale_of(tiles.abs().nan_to_num(nan=0.0, posinf=math.inf).amax((1, 3)), FP8_MAX[dtype])
-    q = quantize(tiles, scale[:, None, :, None], dtype)
-    value = dequantize(q, scale[:, None, :, None])
-    return q.view(padded.shape)[:rows, :columns], scale, value.view(padded.shape)[:rows, :columns]
+    block_rows, block_columns = block
+    added_rows, added_columns = -rows % block_rows, -columns % block_columns
+    padded = F.pad(x.detach().float(), (0, added_columns, 0, added_rows))
+    row_blocks = padded.shape[0] // block_rows
+    tiles = padded.view(row_blocks, block_rows, -1, block_columns)
+    scale = scale_of(amax_of(tiles, dim=(1, 3)), FP8_MAX[dtype])
+    scale_of_tiles = scale[:, None, :, None]
+    q = quantize(tiles, scale_of_tiles, dtype)
+    value = dequantize(q, scale_of_tiles)
+    q, value = q.view(padded.shape), value.view(padded.shape)
+    return q[:rows, :columns], scale, value[:rows, :columns]
 
 
 def _quantize_rowwise_and_columnwise(x, recipe, dtype, weight=False):
     """Quantize x in blocks and dequantize it, rowwise (blocks within a row) and columnwise. For a weight's
     128x128 blocks the two are the same."""
     if recipe.mxfp8():
-        size, scale_of = 32, mx_scale
+        size = 32
+        scale_of = mx_scale
     else:
-        size, scale_of = 128, partial(current_scale, power_of_2=not recipe.use_f32_scales)
-        if weight:
-            value = in_blocks(x, (128, 128), scale_of, dtype)[2]
-            return value, value
-    return in_blocks(x, (1, size), scale_of, dtype)[2], in_blocks(x, (size, 1), scale_of, dtype)[2]
+        size = 128
+        scale_of = partial(current_scale, power_of_2=not recipe.use_f32_scales)
+    if weight and not recipe.mxfp8():
+        _, _, value = in_blocks(x, (128, 128), scale_of, dtype)
+        return value, value
+    _, _, rowwise = in_blocks(x, (1, size), scale_of, dtype)
+    _, _, columnwise = in_blocks(x, (size, 1), scale_of, dtype)
+    return rowwise, columnwise
 
 
 def _refuse_second_derivative():
@@ -479,15 +534,19 @@ class _BlockLinear(torch.autograd.Function):
         )
 
 
-def amax_of(x):
-    """Return the largest absolute value, () float32. NaN is ignored, as by CUDA's fmax."""
-    return x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float()
+def amax_of(x, dim=()):
+    """Return the largest absolute value, () float32, or the largest along `dim`. NaN is ignored, as by CUDA's
+    fmax."""
+    magnitude = x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf)
+    return magnitude.amax(dim).float()
 
 
 def quantize(x, scale, dtype):
     """Return x · scale, saturated to the format's range (infinity too; NaN stays NaN) and cast to FP8 with
     round to nearest even."""
-    return (x.detach().float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+    fp8_max = FP8_MAX[dtype]
+    scaled = x.detach().float() * scale
+    return scaled.clamp(-fp8_max, fp8_max).to(dtype)
 
 
 def dequantize(q, scale):
@@ -512,8 +571,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _QuantizeGrad(torch.autograd.Function):
-    """Forward: identity. Backward: quantize and dequantize the gradient; if `roll`, which is set for the
-    first module, roll the backward histories; if it is "own", roll this one."""
+    """Forward: identity. Backward: quantize and dequantize the gradient, then roll backward histories.
+    `roll`: of `_Module._histories_to_roll`."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -527,8 +586,10 @@ class _QuantizeGrad(torch.autograd.Function):
         dtype = recipe._dtype(forward=False)
         scale = _scale_for(grad, recipe, state, index, dtype)
         grad = dequantize(quantize(grad, scale, dtype), scale)
-        if roll:
-            _roll_histories(forward=False, only=state if roll == "own" else None)
+        if roll == "all":
+            _roll_histories(forward=False)
+        elif roll == "own":
+            _roll_histories(forward=False, only=state)
         return grad, None, None, None, None
 
 
@@ -541,15 +602,14 @@ def _scale_for(x, recipe, state, index, dtype):
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
-    phase, scales = _fp8.checkpoint
-    if phase == "recompute":
-        return scales[state, index].pop(0)
+    if _fp8.checkpoint_phase == "recompute":
+        return _fp8.checkpoint_scales[state, index].pop(0)
     with torch.no_grad():
         slot = state.amax_history[0, index]
         slot.copy_(torch.maximum(slot, amax))
     scale = state.scale[index].clone()  # clone: the state changes before the backward pass reads it
-    if phase == "forward":
-        scales.setdefault((state, index), []).append(scale)
+    if _fp8.checkpoint_phase == "forward":
+        _fp8.checkpoint_scales.setdefault((state, index), []).append(scale)
     return scale
 
 
@@ -651,16 +711,19 @@ class _Module(nn.Module):
 
     def _set_parallel(self, tp_group, tp_size, column, row):
         """Split the output features of the first GEMM (`column`), the input features of the last (`row`)."""
-        self.tp_group, self.tp_size = tp_group, tp_size if tp_group is None else dist.get_world_size(tp_group)
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
         self.column_parallel, self.row_parallel = column, row
 
     def set_tensor_parallel_group(self, tp_group):
         self.tp_group = tp_group
 
     def _per_rank(self, features, is_split=True):
-        if is_split and features % self.tp_size:
+        if not is_split:
+            return features
+        if features % self.tp_size:
             raise ValueError(f"{features} features: not divisible by tp_size={self.tp_size}")
-        return features // self.tp_size if is_split else features
+        return features // self.tp_size
 
     def _column_input(self, x, dtype):
         is_split = self.column_parallel and self.tp_size > 1
@@ -727,7 +790,8 @@ class _Module(nn.Module):
             _fp8.modules[self] = {}
             self._make_states(recipe, meta)
         else:
-            meta.pop("scaling_fwd", None), meta.pop("scaling_bwd", None)
+            meta.pop("scaling_fwd", None)
+            meta.pop("scaling_bwd", None)
 
     def _make_states(self, recipe, states):
         for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
@@ -777,18 +841,19 @@ class _Module(nn.Module):
     def _delayed(self):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
-    def _rolls_backward(self, x):
-        """Return True for the first module of the region that has a backward pass.
+    def _histories_to_roll(self, x):
+        """Return which backward histories the module's backward pass rolls: "all" for the first module of the
+        region that has a backward pass, None for the others.
 
-        Under torch.compile, which permits no assignment in a checkpointed function, all return "own" there.
+        Under torch.compile, which permits no assignment in a checkpointed function, it is "own" for each.
         """
         is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
-        first = _fp8.first_module and torch.is_grad_enabled() and is_trained
-        if first and _fp8.checkpoint[0] == "compiled":
+        if not (_fp8.first_module and torch.is_grad_enabled() and is_trained):
+            return None
+        if _fp8.checkpoint_phase == "compiled":
             return "own"
-        if first:
-            _fp8.first_module = False
-        return first
+        _fp8.first_module = False
+        return "all"
 
     # -- GEMMs
 
@@ -798,9 +863,12 @@ class _Module(nn.Module):
         `is_first_microbatch`: None computes it, True computes and caches it, False reads the cache.
         """
         weight = getattr(self, name)
-        if hasattr(weight, "fp8_owner") and self.fp8_meta["recipe"].float8_per_tensor_scaling():
+        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
+        if hasattr(weight, "fp8_owner") and per_tensor:
             return _StraightThrough.apply(weight, weight.detach().float(), dtype)
-        value = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
+        value = None
+        if is_first_microbatch is False:
+            value = self._fp8_workspaces.get(name)
         if value is None:
             value = self._quantize_weight(weight, index)
             if is_first_microbatch and torch.compiler.is_compiling():
@@ -809,7 +877,6 @@ class _Module(nn.Module):
                     kept.copy_(new)
             elif is_first_microbatch is not None and not torch.compiler.is_compiling():
                 self._fp8_workspaces[name] = value
-        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
         return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
 
     @torch.compiler.assume_constant_result
@@ -818,8 +885,9 @@ class _Module(nn.Module):
         count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
         for name in ("weight", "fc1_weight", "fc2_weight"):
             if hasattr(self, name) and name not in self._fp8_workspaces:
-                kept = self._fp8_workspaces[name] = getattr(self, name).detach().float().repeat(count, 1, 1)
-                torch._dynamo.mark_static_address(kept)
+                weight = getattr(self, name).detach().float()
+                self._fp8_workspaces[name] = weight.repeat(count, 1, 1)
+                torch._dynamo.mark_static_address(self._fp8_workspaces[name])
 
     def _quantize_weight(self, weight, index):
         """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""
@@ -876,7 +944,8 @@ class _Module(nn.Module):
 def _check_fp8_shapes(x, weight, recipe):
     """Check TE's rules: rows divisible by 8 and columns by 16; for wgrad, rows and output features by 16;
     for MXFP8, all dimensions by 32."""
-    if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
+    x_rows = x.numel() // x.shape[-1]
+    if recipe.mxfp8() and (x_rows % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
         raise ValueError("MXFP8 requires all dimensions to be divisible by 32, but got input with "
                          f"dims={list(x.shape)} and weight with dims={list(weight.shape)}")
     for name, tensor in (("input", x), ("weight", weight)):
@@ -900,12 +969,15 @@ def _fp8_parameter_value(parameter, master):
 
 
 def _plain_linear(x, weight, bias, dtype):
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    bias = None if bias is None else bias.to(dtype)
+    return F.linear(x.to(dtype), weight.to(dtype), bias)
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
     """Apply LayerNorm or RMSNorm over the last dimension. Returns x's dtype; PyTorch computes in float32."""
-    gamma = gamma.to(x.dtype) if not zero_centered_gamma else 1 + gamma.to(x.dtype)
+    gamma = gamma.to(x.dtype)
+    if zero_centered_gamma:
+        gamma = 1 + gamma
     if normalization == "RMSNorm":
         return F.rms_norm(x, x.shape[-1:], gamma, eps)
     return F.layer_norm(x, x.shape[-1:], gamma, beta.to(x.dtype), eps)
@@ -967,7 +1039,7 @@ class Linear(_Module):
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
-            roll = _fp8.enabled and self._rolls_backward(inp)
+            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(inp, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         return (y, self.bias.to(dtype)) if self.return_bias else y
@@ -1001,7 +1073,7 @@ class LayerNormLinear(_Module):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            roll = _fp8.enabled and self._rolls_backward(inp)
+            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(normed, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         return self._outputs(y, self.bias, normed, dtype)
@@ -1017,7 +1089,9 @@ class LayerNormLinear(_Module):
     def _norm(self, x, dtype):
         """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
         directly (delayed scaling)."""
-        x = x.to(dtype).float() if _fp8.enabled or self.zero_centered_gamma else x.to(dtype)
+        x = x.to(dtype)
+        if _fp8.enabled or self.zero_centered_gamma:
+            x = x.float()
         y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
         straight_to_fp8 = _fp8.enabled and self._delayed() and not self.return_layernorm_output
         return y if straight_to_fp8 else y.to(dtype)
@@ -1084,7 +1158,7 @@ class LayerNormMLP(LayerNormLinear):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
             if _fp8.enabled:
-                roll = self._rolls_backward(inp)
+                roll = self._histories_to_roll(inp)
                 h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
                 # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
@@ -1093,7 +1167,8 @@ class LayerNormMLP(LayerNormLinear):
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
             else:
                 h = unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
-            y = self._last_gemm(1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, False, unrounded)
+            y = self._last_gemm(
+                1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, roll=None, unrounded=unrounded)
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
@@ -1109,15 +1184,16 @@ def _window(mask_type, window_size):
     None is all. A causal mask sets `right` to 0, with TE's warning if it was another.
     """
     left, right = (-1, -1) if window_size is None else window_size
-    is_causal, is_all = "causal" in mask_type, (left, right) in ((-1, -1), (-1, 0))
-    if not is_all and (left < 0 or (right < 0 and not is_causal)):
+    is_causal = "causal" in mask_type
+    if (left, right) in ((-1, -1), (-1, 0)):
+        return (-1, 0) if is_causal else (-1, -1)
+    if left < 0 or (right < 0 and not is_causal):
         raise ValueError(f"window_size={window_size!r}, attn_mask_type={mask_type!r}: use (left, right), the "
                          "numbers of keys before and after a query, or (-1, -1) for all")
-    if is_all:
-        return -1, 0 if is_causal else -1
     if is_causal and right != 0:
         warnings.warn(f"window_size should be (-1, 0) or (>=0, 0) for attn_mask_type={mask_type}")
-    return left, 0 if is_causal else right
+        right = 0
+    return left, right
 
 
 def _keys_in_reach(queries, keys, window, bottom_right, device):
@@ -1125,7 +1201,9 @@ def _keys_in_reach(queries, keys, window, bottom_right, device):
 
     Its own key has the same position, counted from the end if `bottom_right`."""
     left, right = window
-    own = torch.arange(queries, device=device) + (keys - queries if bottom_right else 0)
+    own = torch.arange(queries, device=device)
+    if bottom_right:
+        own = own + (keys - queries)
     distance = own[:, None] - torch.arange(keys, device=device)
     reached = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
@@ -1141,13 +1219,15 @@ def _padding(attention_mask, cu_seqlens, batch, length):
         if cu_seqlens is None or len(cu_seqlens) != batch + 1:
             raise ValueError(f"attn_mask_type 'padding': give attention_mask, ({batch}, 1, 1, {length}) bool "
                              f"and true at padding, or cu_seqlens_q, ({batch + 1},) int32")
-        return torch.arange(length, device=cu_seqlens.device) >= cu_seqlens.diff()[:, None]
+        lengths = cu_seqlens.diff()
+        return torch.arange(length, device=cu_seqlens.device) >= lengths[:, None]
     is_tensor = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
     if not is_tensor or attention_mask.shape != (batch, 1, 1, length):
         raise ValueError(f"attention_mask={_shown(attention_mask)}: must be a tensor ({batch}, 1, 1, "
                          f"{length}) torch.bool, true at padding; te_reference has self-attention only")
     padding = attention_mask[:, 0, 0]
-    if not torch.compiler.is_compiling() and (padding[:, :-1] & ~padding[:, 1:]).any():
+    is_before_a_token = padding[:, :-1] & ~padding[:, 1:]
+    if not torch.compiler.is_compiling() and is_before_a_token.any():
         raise ValueError("attention_mask: tokens after padding; TE's kernels read the first tokens of each "
                          "sequence, as many as it has; pad at the end")
     return padding
@@ -1205,32 +1285,34 @@ class DotProductAttention(_Module):
         window = _window(mask_type, self.window_size if window_size is None else window_size)
         if qkv_format == "thd":
             return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
-        to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
+        to_bhsd, from_bhsd = (0, 2, 1, 3), (0, 2, 1, 3)
+        if qkv_format == "sbhd":
+            to_bhsd, from_bhsd = (1, 2, 0, 3), (2, 0, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         queries, keys = q.shape[2], k.shape[2]
         bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
         is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
-        mask = None
-        if not is_causal and (mask_type, window) != ("no_mask", (-1, -1)):
+        is_full = mask_type == "no_mask" and window == (-1, -1)
+        mask = None  # SDPA needs none for these two
+        if not is_causal and not is_full:
             mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
         if "padding" in mask_type:
-            is_token = ~_padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)[:, None]
-            mask = mask & is_token[..., None] & is_token[:, :, None]
-        out = self._attend(q, k, v, mask, is_causal)
-        out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
+            padding = _padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)
+            is_token = ~padding[:, None]  # (B, 1, S)
+            mask = mask & is_token[:, :, :, None] & is_token[:, :, None, :]
+        out = self._attend(q, k, v, mask, is_causal).permute(from_bhsd)
         return out.reshape(*out.shape[:2], -1)
 
     @staticmethod
     def _check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv):
-        is_padded = mask_type in ("padding", "padding_causal")
-        is_dense = qkv_format in ("bshd", "sbhd")
-        masks = ("no_mask", "causal", "causal_bottom_right")
-        if not (is_padded or is_dense and mask_type in masks) or not (is_dense or qkv_format == "thd"):
+        masks, padding_masks = ("no_mask", "causal", "causal_bottom_right"), ("padding", "padding_causal")
+        supported = {"bshd": masks + padding_masks, "sbhd": masks + padding_masks, "thd": padding_masks}
+        if mask_type not in supported.get(qkv_format, ()):
             raise ValueError(
                 f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd "
                 f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two"
             )
-        if not is_padded and (attention_mask is not None or cu_seqlens_q is not None):
+        if mask_type not in padding_masks and (attention_mask is not None or cu_seqlens_q is not None):
             raise ValueError(f"attn_mask_type={mask_type!r} uses no attention_mask and no cu_seqlens_q; use "
                              "'padding' or 'padding_causal'")
         if qkv_format == "thd" and (cu_seqlens_q is None or attention_mask is not None):
@@ -1249,17 +1331,20 @@ class DotProductAttention(_Module):
             mask = mask.tril()
         elif window != (-1, -1):
             mask &= _keys_in_reach(len(query), len(key), window, False, query.device)
-        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        return self._attend(q, k, v, mask)[0].transpose(0, 1).flatten(1)
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))  # (1, H, T, D)
+        out = self._attend(q, k, v, mask)[0]
+        return out.transpose(0, 1).flatten(1)
 
     def _attend(self, q, k, v, mask=None, is_causal=False):
         """Return softmax(q·kᵀ · scale)·v over the keys where `mask` is true, zero for a query without any.
         q: (B, H, S, D); mask: (S, S) or (B, 1, S, S) bool."""
-        has_no_key = None if mask is None else ~mask.any(-1, keepdim=True)
+        has_no_key = None
+        if mask is not None:
+            has_no_key = ~mask.any(-1, keepdim=True)
+            mask = mask | has_no_key  # the softmax of no key is NaN
         out = F.scaled_dot_product_attention(
-            q, k, v, None if mask is None else mask | has_no_key,
-            self.attention_dropout if self.training else 0.0, is_causal, scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, attn_mask=mask, dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=is_causal, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
         )
         return out if mask is None else out.masked_fill(has_no_key, 0)
 
@@ -1285,8 +1370,13 @@ class _SplitQKV(LayerNormLinear):
             # TE's parameter order, on which the optimizer state depends: weights first
             self._parameters[name] = self._parameters.pop(name)
 
-    weight = property(lambda self: torch.cat((self.query_weight, self.key_weight, self.value_weight)))
-    bias = property(lambda self: torch.cat((self.query_bias, self.key_bias, self.value_bias)))
+    @property
+    def weight(self):
+        return torch.cat((self.query_weight, self.key_weight, self.value_weight))
+
+    @property
+    def bias(self):
+        return torch.cat((self.query_bias, self.key_bias, self.value_bias))
 
 
 class TransformerLayer(nn.Module):
@@ -1362,14 +1452,17 @@ class TransformerLayer(nn.Module):
         attention, groups, per_group = self.self_attention, self.groups, self.heads_per_group
         qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         if self.qkv_weight_interleaved:
-            qkv, dim = qkv.unflatten(-1, (groups, per_group + 2, self.head_size)), -2
+            qkv = qkv.unflatten(-1, (groups, per_group + 2, self.head_size))
+            parts = qkv.split((per_group, 1, 1), dim=-2)
         else:
-            qkv, dim = qkv.unflatten(-1, (per_group + 2, groups, self.head_size)), -3
-        # each (B, S, heads, D), or (S, B, heads, D)
-        q, k, v = (t.flatten(2, 3) for t in qkv.split((per_group, 1, 1), dim))
+            qkv = qkv.unflatten(-1, (per_group + 2, groups, self.head_size))
+            parts = qkv.split((per_group, 1, 1), dim=-3)
+        q, k, v = (part.flatten(2, 3) for part in parts)  # each (B, S, heads, D), or (S, B, heads, D)
         if rotary_pos_emb is not None:
-            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            q, k = (self._rotate(t, a) for t, a in zip((q, k), angles))
+            q_angles, k_angles = rotary_pos_emb, rotary_pos_emb
+            if isinstance(rotary_pos_emb, tuple):
+                q_angles, k_angles = rotary_pos_emb
+            q, k = self._rotate(q, q_angles), self._rotate(k, k_angles)
         context = attention.core_attention(
             q, k, v, attention_mask, window_size=window_size,
             attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
@@ -1381,11 +1474,15 @@ class TransformerLayer(nn.Module):
     def _rotate(self, x, angles):
         """Apply RoPE to the first `angles.shape[-1]` elements of each head, pairs (x[i], x[i + half]), in
         float32 as in TE's kernel."""
-        bshd = self.self_attention.core_attention.qkv_format == "bshd"
-        angles = angles[:x.shape[1]].transpose(0, 1).float() if bshd else angles[:x.shape[0]].float()
-        rotated, rest = x.float().split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), -1)
+        if self.self_attention.core_attention.qkv_format == "bshd":
+            angles = angles[:x.shape[1]].transpose(0, 1).float()
+        else:
+            angles = angles[:x.shape[0]].float()
+        size = angles.shape[-1]
+        rotated, rest = x.float().split((size, x.shape[-1] - size), -1)
         a, b = rotated.chunk(2, -1)
-        rotated = rotated * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
+        swapped = torch.cat((-b, a), -1)
+        rotated = rotated * angles.cos() + swapped * angles.sin()
         return torch.cat((rotated, rest), -1).to(x.dtype)
 
     def _bias_dropout_add(self, x, bias, residual):
@@ -1404,18 +1501,21 @@ class TransformerLayer(nn.Module):
 
 @contextmanager
 def _checkpoint_phase(phase, scales, region):
-    outer, _fp8.checkpoint = _fp8.checkpoint, (phase, scales)
+    outer_phase, outer_scales = _fp8.checkpoint_phase, _fp8.checkpoint_scales
+    _fp8.checkpoint_phase, _fp8.checkpoint_scales = phase, scales
     try:
         with region:
             yield
     finally:
-        _fp8.checkpoint = outer
+        _fp8.checkpoint_phase, _fp8.checkpoint_scales = outer_phase, outer_scales
 
 
 def _checkpoint_contexts():
     """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
-    enabled, recipe, _ = _fp8.open[-1] if _fp8.open else (False, None, None)
-    scales, region = {}, autocast(enabled, recipe=recipe)
+    region = autocast(enabled=False)
+    if _fp8.open:
+        region = autocast(_fp8.enabled, recipe=_fp8.recipe)
+    scales = {}
     return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
 
 
@@ -1435,12 +1535,13 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
         kwargs.pop(name, None)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    outer, contexts = _fp8.checkpoint, _checkpoint_contexts
+    contexts = _checkpoint_contexts
+    outer_phase = _fp8.checkpoint_phase
     if torch.compiler.is_compiling():
-        _fp8.checkpoint = ("compiled", None)
+        _fp8.checkpoint_phase = "compiled"
         contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _save_scales)
     result = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    _fp8.checkpoint = outer
+    _fp8.checkpoint_phase = outer_phase
     return result
 
 
@@ -1469,9 +1570,10 @@ def parallel_cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
         reduction="none",
     )
-    if reduce_loss:
-        return losses.sum() / (target != ignore_idx).sum().clamp(min=1).view(1)
-    return losses.view(target.shape)
+    if not reduce_loss:
+        return losses.view(target.shape)
+    counted = (target != ignore_idx).sum().clamp(min=1)
+    return losses.sum() / counted.view(1)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -1544,52 +1646,59 @@ class FusedAdam(torch.optim.Optimizer):
             group.setdefault("step", 0)
             group["step"] += 1  # in place, if it is a tensor
             beta1, beta2 = group["betas"]
-            corrected = group["bias_correction"]
-            bias1 = 1 - beta1 ** group["step"] if corrected else 1.0
-            bias2 = 1 - beta2 ** group["step"] if corrected else 1.0
+            bias1 = bias2 = 1.0
+            if group["bias_correction"]:
+                bias1 = 1 - beta1 ** group["step"]
+                bias2 = 1 - beta2 ** group["step"]
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
-                    self.initialize_state(p)
-                state, grad = self.state[p], p.grad.float()
-                w = state.get("master_param")
-                in_fp8 = hasattr(p, "fp8_owner")
-                if in_fp8 and w is None and not p.fp8_owner[0]()._delayed():
-                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
-                                       "under this recipe. Use master_weights=True.")
-                if w is None:
-                    w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
-                if not self.adam_w_mode:
-                    grad = grad + group["weight_decay"] * w
-                # float() returns the state itself unless it is bfloat16
-                m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
-                m.lerp_(grad, 1 - beta1)
-                v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                state["exp_avg"].copy_(m)
-                state["exp_avg_sq"].copy_(v)
-                update = (m / bias1) / ((v / bias2).sqrt() + group["eps"])
-                if self.adam_w_mode:
-                    update.add_(w, alpha=group["weight_decay"])
-                w.sub_(update * group["lr"])
-                if w is not p:
-                    p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
+                if p.grad is not None:
+                    self._update(p, group, bias1, bias2)
         return loss
+
+    def _update(self, p, group, bias1, bias2):
+        """Update one parameter, its moments and its master weight."""
+        beta1, beta2 = group["betas"]
+        if not self.state[p]:
+            self.initialize_state(p)
+        state = self.state[p]
+        grad = p.grad.float()
+        in_fp8 = hasattr(p, "fp8_owner")
+        w = state.get("master_param")
+        if w is None and in_fp8 and not p.fp8_owner[0]()._delayed():
+            raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
+                               "under this recipe. Use master_weights=True.")
+        if w is None:
+            w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
+        if not self.adam_w_mode:
+            grad = grad + group["weight_decay"] * w
+        # float() returns the state itself unless it is bfloat16
+        m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
+        update = (m / bias1) / ((v / bias2).sqrt() + group["eps"])
+        if self.adam_w_mode:
+            update.add_(w, alpha=group["weight_decay"])
+        w.sub_(update * group["lr"])
+        if w is not p:
+            p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
 
     def state_dict(self):
         state_dict = super().state_dict()
         if self.capturable:
             for group in state_dict["param_groups"]:  # copies, since training changes these tensors in place
-                group["lr"], group["step"] = group["lr"].clone(), group["step"].clone()
+                group["lr"] = group["lr"].clone()
+                group["step"] = group["step"].clone()
         return state_dict
 
     def load_state_dict(self, state_dict):
         # PyTorch casts the state to the parameters' dtype, so restore the saved values afterwards
         super().load_state_dict(state_dict)
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, p in zip(saved, [p for group in self.param_groups for p in group["params"]]):
-            for name, value in state_dict["state"].get(i, {}).items():
-                self.set_scaled_state(p, name, value)
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups):
+            for number, p in zip(saved_group["params"], group["params"]):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    self.set_scaled_state(p, name, value)
 
 
 class _Optimizers:

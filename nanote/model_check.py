@@ -15,11 +15,13 @@ import os
 import re
 import sys
 import traceback
+import types
 import unittest.mock
 import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -36,6 +38,13 @@ FIRST_STEPS, MEASURED_STEPS = 4, 4  # a weight that starts at zero has a scale a
 FACTOR = 2  # an edit may have this times the gap of the unedited file; those of examples/edits have up to 1.4
 LOSS_GAP = 1e-3  # and this gap of the loss in any case: that of the unedited file is below 1e-4
 ENGINES = {"transformer_engine": "te", "fast_kernels": "fast", "te_reference": "reference"}  # NANOTE_ENGINE
+
+
+class Candidate(NamedTuple):
+    """A model to measure."""
+
+    model_class: type
+    config: object
 
 
 @dataclasses.dataclass
@@ -58,29 +67,31 @@ def check_model(name):
     Raises ValueError for a file, a class or a machine with which there is nothing to compare."""
     edited, unedited = find_models(name)
     try:
-        model, twin = build(*edited), build(*edited, use_fp8=False)
+        model, twin = build(edited), build(edited, use_fp8=False)
     except Exception as error:  # whatever the user's file raises
         reason = f"{type(error).__name__}: {in_a_line(error)}"
         raise ValueError(f"--model {name}: cannot be built: {reason}") from error
-    batch = make_batch(0, edited[1])
+    batch = make_batch(0, edited.config)
     models.check_first_pass(twin, batch)
-    file = Path(sys.modules[unedited[0].__module__].__file__).name
+    file = Path(sys.modules[unedited.model_class.__module__].__file__).name
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    yield "ok", f"{name} in {dtype} on {describe_engine(edited[0])}, compared with {file}", ""
+    engine = describe_engine(edited.model_class)
+    yield "ok", f"{name} in {dtype} on {engine}, compared with {file}", ""
     try:
         gaps = measure(model, twin)
     except PassError as error:
         yield "fail", str(error), "guide/changing_the_model.md says what FP8 asks of an edit"
         return
-    yield from check_gemms(model, gaps.in_fp8)
-    yield from compare(gaps, measure(build(*unedited), build(*unedited, use_fp8=False)), file)
+    yield from report_gemms(model, gaps.in_fp8)
+    unedited_gaps = measure(build(unedited), build(unedited, use_fp8=False))
+    yield from compare(gaps, unedited_gaps, file)
     yield check_graph(edited, unedited, batch, file)
 
 
 # ---------------------------------------------------------------- the edited and the unedited model
 
 def find_models(name):
-    """Return (model class, config) of a file and of the file of the kit that it started from."""
+    """Return the Candidate of a file and that of the file of the kit that it started from."""
     if not models.is_file(name):
         raise ValueError(f"--model {name}: must be path/to/file.py:Class, as in my_model.py:MyModel")
     try:
@@ -90,36 +101,43 @@ def find_models(name):
             raise ValueError(f"--model {name}: fast_kernels needs Triton: pip install triton") from None
         raise
     model_class, config_class = models.model_classes(name)
-    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-    if "use_fp8" not in fields:
-        raise ValueError(f"--model {name}: {config_class.__name__} has no field use_fp8, so it does not "
-                         "train in FP8; guide/changing_the_model.md says how it can")
-    sizes = dict(SIZES)
-    if isinstance(fields.get("n_kv_head"), int):  # grouped-query attention is the file's default
-        sizes["n_kv_head"] = 1
-    config = models.make_model_config(name, sizes)
+    config = models.make_model_config(name, small_sizes(name, config_class))
     engine = find_engine(model_class)
     if engine == "fast":
         prepare_fast_kernels(name)
-    is_fused = any("fast_kernels.fused" in names for names in imported(model_class))
-    file, base, base_config = ("model_te_fast", *models.FAST[1:]) if is_fused else models.MODELS["optimized"]
+    is_fused = "fast_kernels.fused" in imported_modules(model_class)
+    file, class_name, config_name = models.FAST if is_fused else models.MODELS["optimized"]
     module = load_unedited(file, engine)
-    return (model_class, config), (getattr(module, base), same_config(getattr(module, base_config), config))
+    unedited_config = same_config(getattr(module, config_name), config)
+    return Candidate(model_class, config), Candidate(getattr(module, class_name), unedited_config)
 
 
-def imported(model_class):
-    """Yield the modules' names that the files of a class and of its bases have imported."""
+def small_sizes(name, config_class):
+    """Return the fields with which a config of this class is small enough to measure."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    if "use_fp8" not in defaults:
+        raise ValueError(f"--model {name}: {config_class.__name__} has no field use_fp8, so it does not "
+                         "train in FP8; guide/changing_the_model.md says how it can")
+    if isinstance(defaults.get("n_kv_head"), int):  # grouped-query attention is the file's default
+        return SIZES | {"n_kv_head": 1}
+    return SIZES
+
+
+def imported_modules(model_class):
+    """Return the names of the modules that the files of a class and of its bases have imported."""
+    names = []
     for base in model_class.__mro__:
         values = vars(sys.modules[base.__module__]).values()
-        yield {getattr(value, "__name__", "") for value in values if isinstance(value, type(sys))}
+        names += [value.__name__ for value in values if isinstance(value, types.ModuleType)]
+    return names
 
 
 def find_engine(model_class):
     """Return the engine, as in NANOTE_ENGINE, that the file of a class has imported; else the kit's own."""
-    for names in imported(model_class):
-        for name in names:
-            if name.partition(".")[0] in ENGINES and name != "fast_kernels.fused":
-                return ENGINES[name.partition(".")[0]]
+    for name in imported_modules(model_class):
+        package = name.partition(".")[0]
+        if package in ENGINES and name != "fast_kernels.fused":
+            return ENGINES[package]
     return recipes.ENGINE
 
 
@@ -148,22 +166,26 @@ def same_config(config_class, edited):
     names = {field.name for field in dataclasses.fields(config_class)}
     values = dict(SIZES)
     for name, value in dataclasses.asdict(edited).items():
+        if name not in names:
+            continue
         try:
-            if name in names:
-                config_class(**values | {name: value})
-                values[name] = value
+            config_class(**values | {name: value})
         except ValueError:  # an activation, say, that the edit has added
             continue
+        values[name] = value
     return config_class(**values)
 
 
-def build(model_class, config, use_fp8=True):
+def build(candidate, use_fp8=True):
     """Return the model in training mode, on the GPU if there is one."""
-    config = dataclasses.replace(config, use_fp8=use_fp8)
-    is_cuda = torch.cuda.is_available()
-    dtype = torch.bfloat16 if is_cuda or find_engine(model_class) == "fast" else torch.float32
+    config = dataclasses.replace(candidate.config, use_fp8=use_fp8)
+    device, dtype = "cpu", torch.float32
+    if torch.cuda.is_available():
+        device, dtype = "cuda", torch.bfloat16
+    elif find_engine(candidate.model_class) == "fast":
+        dtype = torch.bfloat16
     torch.manual_seed(0)
-    return model_class(config).to("cuda" if is_cuda else "cpu", dtype)
+    return candidate.model_class(config).to(device, dtype)
 
 
 def describe_engine(model_class):
@@ -188,27 +210,31 @@ def measure(model, twin) -> Gaps:
     """Train a model in FP8 for some steps, and run its twin without FP8 on the weights of each step."""
     losses, outputs, gradients, in_fp8 = Sums(), Sums(), Sums(), set()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    run_pass(model, partial(recipes.find_first_scales, model, [make_batch(0, model.config)], 1))
+    with pass_errors(model):
+        recipes.find_first_scales(model, [make_batch(0, model.config)], 1)
     for step in range(FIRST_STEPS + MEASURED_STEPS):
         batch = make_batch(step, model.config)
-        loss, of_model = run_pass(model, partial(train_pass, model, batch, step, in_fp8))
+        with pass_errors(model):
+            loss, model_outputs = train_pass(model, batch, step, in_fp8)
         if step >= FIRST_STEPS:
             copy_weights(model, twin)
-            expected_loss, of_twin = train_pass(twin, batch, step)
-            losses.add("loss", loss, expected_loss)
-            for name in of_twin:
-                for tensor, expected in zip(of_model.get(name, ()), of_twin[name]):
+            twin_loss, twin_outputs = train_pass(twin, batch, step)
+            losses.add("loss", loss, twin_loss)
+            for name in twin_outputs:
+                for tensor, expected in zip(model_outputs.get(name, ()), twin_outputs[name]):
                     outputs.add(name, tensor, expected)
             for (name, parameter), expected in zip(model.named_parameters(), twin.parameters()):
                 gradients.add(name, parameter.grad, expected.grad)
         optimizer.step()
-    floors = gradients.floors_of_modules()
-    return Gaps(losses.gaps()["loss"], outputs.gaps(), gradients.gaps(floors), in_fp8)
+    gradient_gaps = gradients.gaps(floors=gradients.floors_of_modules())
+    return Gaps(losses.gaps()["loss"], outputs.gaps(), gradient_gaps, in_fp8)
 
 
 @torch.no_grad()
 def copy_weights(model, twin):
-    for source, target in zip((*model.parameters(), *model.buffers()), (*twin.parameters(), *twin.buffers())):
+    for source, target in zip(model.parameters(), twin.parameters()):
+        target.copy_(source)
+    for source, target in zip(model.buffers(), twin.buffers()):
         target.copy_(source)
 
 
@@ -235,13 +261,28 @@ def recorded_outputs(model):
         if tensors:
             outputs.setdefault(name, []).extend(tensor.detach().clone() for tensor in tensors)
 
-    handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()
-               if name]
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(partial(record, name)))
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def pass_errors(model):
+    """Turn an exception into a PassError that names the module in whose code it was raised."""
+    try:
+        yield
+    except Exception as error:  # whatever the user's file raises
+        names = {id(module): name for name, module in model.named_modules() if name}
+        where = type(model).__name__
+        for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost is the last
+            where = names.get(id(frame.f_locals.get("self")), where)
+        raise PassError(f"{where}: only in FP8: {type(error).__name__}: {in_a_line(error)}") from error
 
 
 class Sums:
@@ -252,20 +293,23 @@ class Sums:
 
     def add(self, name, tensor, expected):
         """Add a tensor and its expected values; None is zero."""
-        present = tensor if tensor is not None else expected
-        if present is None:
+        if tensor is None and expected is None:
             return
-        tensor, expected = (torch.zeros_like(present) if x is None else x for x in (tensor, expected))
+        if tensor is None:
+            tensor = torch.zeros_like(expected)
+        if expected is None:
+            expected = torch.zeros_like(tensor)
         difference = (tensor.double() - expected.double()).norm().item()
         self.differences[name] = self.differences.get(name, 0) + difference**2
         self.expected[name] = self.expected.get(name, 0) + expected.double().norm().item()**2
-        self.sizes[name] = present.numel()
+        self.sizes[name] = tensor.numel()
 
     def gaps(self, floors=None):
         """Return {name: gap}, without what is always zero. floors: {name: the least sum to divide by}."""
+        floors = floors or {}
         gaps = {}
         for name, difference in self.differences.items():
-            expected = max(self.expected[name], (floors or {}).get(name, 0))
+            expected = max(self.expected[name], floors.get(name, 0))
             if expected:
                 gaps[name] = (difference / expected)**0.5
             elif difference:
@@ -278,68 +322,75 @@ class Sums:
         depend on it."""
         sums, sizes = {}, {}
         for name, expected in self.expected.items():
-            module = name.rpartition(".")[0]
+            module = module_of(name)
             sums[module] = sums.get(module, 0) + expected
             sizes[module] = sizes.get(module, 0) + self.sizes[name]
-        modules = {name: name.rpartition(".")[0] for name in self.expected}
-        return {name: self.sizes[name] * sums[module] / sizes[module] for name, module in modules.items()}
-
-
-def run_pass(model, function):
-    """Call `function`. An exception becomes a PassError that names the module in whose code it was raised."""
-    try:
-        return function()
-    except Exception as error:  # whatever the user's file raises
-        names = {id(module): name for name, module in model.named_modules() if name}
-        inside = [names[id(frame.f_locals["self"])] for frame, _ in traceback.walk_tb(error.__traceback__)
-                  if id(frame.f_locals.get("self")) in names]
-        where = inside[-1] if inside else type(model).__name__
-        raise PassError(f"{where}: only in FP8: {type(error).__name__}: {in_a_line(error)}") from error
+        floors = {}
+        for name, size in self.sizes.items():
+            floors[name] = size * sums[module_of(name)] / sizes[module_of(name)]
+        return floors
 
 
 # ---------------------------------------------------------------- what is said about them
 
-def kind_of(name):
-    """Return a name without the number of its block: blocks.3.attn.qkv -> blocks.*.attn.qkv."""
+def module_of(parameter):
+    """Return the module's name of a parameter's: blocks.3.attn.qkv.bias -> blocks.3.attn.qkv."""
+    return parameter.rpartition(".")[0]
+
+
+def without_numbers(name):
+    """Replace the number of a block, so that its name is that of the others: blocks.3.mlp -> blocks.*.mlp."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def compare(edited: Gaps, unedited: Gaps, file):
     """Yield a result for the loss, and for the module that is off or for all gradients."""
-    limit = max(FACTOR * unedited.loss, LOSS_GAP)
-    status = "ok" if edited.loss <= limit else "fail"
+    status = "ok" if edited.loss <= max(FACTOR * unedited.loss, LOSS_GAP) else "fail"
     yield status, f"loss: changes by {edited.loss:.3%} in FP8; {file}: {unedited.loss:.3%}", ""
 
-    expected, largest = expected_gaps(edited.gradients, unedited.gradients)
-    off = [name for name, gap in edited.gradients.items() if not gap <= FACTOR * expected[name]]
-    if off:
-        of_outputs, _ = expected_gaps(edited.outputs, unedited.outputs)
-        for name, gap in edited.outputs.items():
-            if not gap <= FACTOR * of_outputs[name]:
-                yield failed(name, "output", gap, of_outputs[name], file)
-                return
-        yield failed(off[-1], "gradient", edited.gradients[off[-1]], expected[off[-1]], file)
-        if off[:-1]:
-            others = unique(kind_of(name.rpartition(".")[0]) for name in off[:-1])
-            yield "info", f"off, too, with what comes after it in the backward pass: {others}", ""
-        return
-    if not edited.gradients:
+    expected = expected_gaps(edited.gradients, unedited.gradients)
+    gradients_off = names_off(edited.gradients, expected)
+    if gradients_off:
+        yield from name_the_cause(edited, unedited, gradients_off, expected, file)
+    elif not edited.gradients:
         yield "fail", "every gradient is zero", "compute the loss from parameters that are trained"
+    else:
+        ratios = {name: gap / expected[name] for name, gap in edited.gradients.items()}
+        worst = max(ratios, key=ratios.get)
+        largest_gap = max(edited.gradients.values())
+        yield "ok", f"{len(ratios)} gradients: change by at most {largest_gap:.1%} in FP8", ""
+        line = f"the most, beside {file}: {worst}, {ratios[worst]:.2f} times; up to {FACTOR} is right"
+        yield "ok", line, ""
+
+
+def name_the_cause(edited, unedited, gradients_off, expected, file):
+    """Yield the first module whose output is off, or else the last parameter whose gradient is."""
+    expected_outputs = expected_gaps(edited.outputs, unedited.outputs)
+    outputs_off = names_off(edited.outputs, expected_outputs)
+    if outputs_off:
+        first = outputs_off[0]
+        yield failed(first, "output", edited.outputs[first], expected_outputs[first], file)
         return
-    ratios = {name: gap / expected[name] for name, gap in edited.gradients.items()}
-    worst = max(ratios, key=ratios.get)
-    yield "ok", f"{len(ratios)} gradients: change by at most {max(edited.gradients.values()):.1%} in FP8", ""
-    yield "ok", f"the most, beside {file}: {worst}, {ratios[worst]:.2f} times; up to {FACTOR} is right", ""
+    last = gradients_off[-1]
+    yield failed(last, "gradient", edited.gradients[last], expected[last], file)
+    if len(gradients_off) > 1:
+        others = unique(without_numbers(module_of(name)) for name in gradients_off[:-1])
+        yield "info", f"off, too, with what comes after it in the backward pass: {others}", ""
 
 
 def expected_gaps(edited: dict, unedited: dict):
-    """Return for each name of an edited model the gap of its kind in the unedited one, of a new kind the
-    largest; and the largest."""
-    by_kind = {}
+    """Return for each name of an edited model the largest gap of this module or parameter over the blocks of
+    the unedited one; for a new one, the largest of all."""
+    largest = {}
     for name, gap in unedited.items():
-        by_kind[kind_of(name)] = max(gap, by_kind.get(kind_of(name), 0))
-    largest = max(by_kind.values())
-    return {name: by_kind.get(kind_of(name)) or largest for name in edited}, largest
+        kind = without_numbers(name)
+        largest[kind] = max(gap, largest.get(kind, 0))
+    return {name: largest.get(without_numbers(name)) or max(largest.values()) for name in edited}
+
+
+def names_off(gaps: dict, expected: dict):
+    """Return the names whose gap is more than FACTOR times what is expected, or NaN."""
+    return [name for name, gap in gaps.items() if not gap <= FACTOR * expected[name]]
 
 
 def failed(name, what, gap, expected, file):
@@ -348,22 +399,25 @@ def failed(name, what, gap, expected, file):
     return "fail", line, "look at what it does in FP8 only; guide/changing_the_model.md says what FP8 asks"
 
 
-def check_gemms(model, in_fp8):
+def report_gemms(model, in_fp8):
     """Yield which GEMMs ran in FP8, and which did not, with the reason. `in_fp8`: see Gaps."""
-    found, others, recomputed = [], {}, []  # kinds of GEMMs; {reason: kinds}; modules
+    found, others, recomputed = [], {}, []  # GEMMs; {reason: GEMMs}; modules
     for name, module, gemm, weight in gemms(model):
         reason = reason_against_fp8(module, weight, name in in_fp8)
-        (others.setdefault(reason, []) if reason else found).append(kind_of(gemm))
+        if reason:
+            others.setdefault(reason, []).append(gemm)
+        else:
+            found.append(gemm)
         if name in in_fp8 and not runs_in_fp8(module):
             recomputed.append(name)
     total = len(found) + sum(map(len, others.values()))
     if found:
-        yield "ok", f"{len(found)} of {total} GEMMs in FP8: {unique(found)}", ""
+        yield "ok", f"{len(found)} of {total} GEMMs in FP8: {unique(map(without_numbers, found))}", ""
     else:
         fix = "call te's modules inside self.autocast() in forward"
         yield "fail", f"{type(model).__name__}: none of {total} GEMMs runs in FP8", fix
-    for reason, kinds in others.items():
-        yield "info", f"not in FP8: {unique(kinds)}: {reason}", ""
+    for reason, names in others.items():
+        yield "info", f"not in FP8: {unique(map(without_numbers, names))}: {reason}", ""
     if recomputed:
         line = f"{recomputed[0]}: in FP8 in the forward pass, but recomputed without FP8 in the backward pass"
         yield "fail", line, "te.checkpoint(block, x), with te imported from the model file"
@@ -372,9 +426,11 @@ def check_gemms(model, in_fp8):
 def gemms(model):
     """Yield (module's name, module, GEMM's name, weight) of each linear layer."""
     for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
-                part = own.removesuffix("weight").removesuffix("_")  # fc1, fc2, or nothing
+        if isinstance(module, nn.Embedding):
+            continue
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                part = own_name.removesuffix("weight").removesuffix("_")  # fc1, fc2, or nothing
                 yield name, module, f"{name}.{part}".rstrip("."), parameter
 
 
@@ -402,13 +458,13 @@ def unique(names) -> str:
 
 def check_graph(edited, unedited, batch, file):
     """Return whether the model is one graph under torch.compile, or the reason of its first break."""
-    reason = not_compiled_reason(edited[0])
+    reason = not_compiled_reason(edited.model_class)
     if reason is not None:
         return "info", f"torch.compile leaves it alone: forward is @torch.compiler.disable: {reason}", ""
-    reason = find_graph_break(build(*edited), batch)
+    reason = find_graph_break(build(edited), batch)
     if not reason:
         return "ok", "one graph under torch.compile", ""
-    if find_graph_break(build(*unedited), batch):
+    if find_graph_break(build(unedited), batch):
         return "info", f"not one graph under torch.compile, as {file}: {reason}", ""
     return "warn", f"not one graph under torch.compile: {reason}", "see guide/compile.md"
 
