@@ -111,7 +111,8 @@ def query_gpus(fields):
 
 def check_python():
     name = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 10):
+    is_old = sys.version_info < (3, 10)
+    if is_old:
         yield "fail", f"{name}: too old", "install Python 3.10 or later"
     else:
         yield "ok", name, ""
@@ -139,7 +140,7 @@ def check_driver():
 def check_torch():
     import torch
     cuda = torch.version.cuda
-    name = f"PyTorch {torch.__version__}, CUDA {cuda}" if cuda else f"PyTorch {torch.__version__}, without CUDA"
+    name = f"PyTorch {torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
     gpus, _ = query_gpus("name")
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not torch.cuda.is_available() and not gpus:
@@ -327,8 +328,9 @@ def install(dry_run):
     settings = build_settings()
     for name, value in settings.items():
         print(f"export {name}={shlex.quote(value)}")
+    te = gpu_requirement("transformer-engine")
     commands = [[*PIP, "install", "setuptools", "wheel", "packaging", "ninja", "pybind11"],
-                [*PIP, "install", "--no-build-isolation", "--no-cache-dir", gpu_requirement("transformer-engine")]]
+                [*PIP, "install", "--no-build-isolation", "--no-cache-dir", te]]
     if old := installed(*TE_PACKAGES):
         commands.insert(0, [*PIP, "uninstall", "-y", *old])
     for command in commands:
