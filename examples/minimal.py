@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # where the model file is; not needed in a copy
-from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model, te  # noqa: E402
+from model_te_optimized import (  # noqa: E402
+    DelayedScaling,
+    Format,
+    OptimizedConfig,
+    OptimizedGPT2Model,
+    recipes,
+    te,
+)
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data", help="token file (.bin, uint16) or text file")
@@ -39,46 +46,65 @@ options = parser.parse_args()
 # ---------------------------------------------------------------- data
 
 if options.data.endswith(".bin"):
-    meta = Path(options.data).with_name("meta.json")  # of data.py; nanoGPT's token files have none
-    dtype = json.loads(meta.read_text())["dtype"] if meta.exists() else "uint16"
+    dtype = "uint16"  # nanoGPT's
+    meta = Path(options.data).with_name("meta.json")  # written by data.py
+    if meta.exists():
+        dtype = json.loads(meta.read_text())["dtype"]
     tokens = np.memmap(options.data, dtype=dtype, mode="r")
 else:
     tokens = np.frombuffer(Path(options.data).read_bytes(), dtype=np.uint8)
-device = "cuda" if torch.cuda.is_available() else "cpu"
 split = len(tokens) * 9 // 10
+train_tokens, validation_tokens = tokens[:split], tokens[split:]
+device = "cuda" if torch.cuda.is_available() else "cpu"
 random = np.random.default_rng(1337)
 
 
 def get_batch(part):
     """Return (input_ids, labels), int64 (batch, length), from random places of a part of the tokens."""
     starts = random.integers(0, len(part) - options.length, options.batch)
-    windows = torch.from_numpy(part[starts[:, None] + np.arange(options.length + 1)].astype(np.int64))
-    windows = windows.pin_memory().to(device, non_blocking=True) if device == "cuda" else windows
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    places = starts[:, None] + np.arange(options.length + 1)  # (batch, length + 1)
+    windows = torch.from_numpy(part[places].astype(np.int64))
+    if device == "cuda":  # the copy does not wait for the GPU
+        windows = windows.pin_memory().to(device, non_blocking=True)
+    input_ids, labels = windows[:, :-1], windows[:, 1:]
+    return input_ids.contiguous(), labels.contiguous()
 
 
 # ---------------------------------------------------------------- model, recipe, optimizer
 
 torch.manual_seed(1337)
 config = OptimizedConfig(
-    vocab_size=256 if tokens.dtype == np.uint8 else 50304, n_positions=options.length,
-    n_layer=options.layers, n_head=max(1, options.width // 64), n_embd=options.width,
+    vocab_size=256 if tokens.dtype == np.uint8 else 50304,
+    n_positions=options.length,
+    n_layer=options.layers,
+    n_head=max(1, options.width // 64),
+    n_embd=options.width,
     attention="auto",  # the fastest one installed
-    use_fp8=options.recipe != "none")
-model = OptimizedGPT2Model(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    use_fp8=options.recipe != "none",
+)
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+model = OptimizedGPT2Model(config).to(device, dtype)
+
+# The switch: another recipe is another object here
 if options.recipe == "delayed":
     model.fp8_recipe = DelayedScaling(
-        margin=options.margin, fp8_format=Format[options.format], amax_history_len=options.history,
-        amax_compute_algo=options.algorithm)
-elif options.recipe != "none":
-    recipes = sys.modules[DelayedScaling.__module__]
-    if options.recipe == "block":
-        model.fp8_recipe = recipes.Float8BlockScaling()  # E4M3
-    else:
-        model.fp8_recipe = recipes.Float8CurrentScaling(fp8_format=Format[options.format])
-groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-          {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-optimizer = te.optimizers.FusedAdam(groups, lr=options.lr, betas=(0.9, 0.95), master_weights=device == "cuda")
+        margin=options.margin,
+        fp8_format=Format[options.format],
+        amax_history_len=options.history,
+        amax_compute_algo=options.algorithm,
+    )
+elif options.recipe == "current":
+    model.fp8_recipe = recipes.Float8CurrentScaling(fp8_format=Format[options.format])
+elif options.recipe == "block":
+    model.fp8_recipe = recipes.Float8BlockScaling()  # E4M3
+
+matrices = [p for p in model.parameters() if p.dim() >= 2]
+vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms: no weight decay
+optimizer = te.optimizers.FusedAdam(
+    [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+    lr=options.lr, betas=(0.9, 0.95),
+    master_weights=dtype == torch.bfloat16,  # float32 copies that the optimizer updates
+)
 net = torch.compile(model) if options.compile else model
 
 
@@ -88,29 +114,37 @@ def learning_rate(step):
     """Return the rate of a step: linear warm-up over a tenth of the steps, then cosine to a tenth of the
     peak."""
     warmup = max(1, options.steps // 10)
-    progress = max(0, step - warmup) / max(1, options.steps - warmup)
-    return options.lr * min(step / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    if step < warmup:
+        return options.lr * (step / warmup)
+    progress = (step - warmup) / max(1, options.steps - warmup)  # from 0 to 1
+    cosine = 0.45 * (1 + math.cos(math.pi * progress))  # from 0.9 to 0
+    return options.lr * (0.1 + cosine)
 
 
 @torch.no_grad()
 def validation_loss(batches=8):
     model.eval()
-    loss = sum(model(*get_batch(tokens[split:])).item() for _ in range(batches)) / batches
+    losses = []
+    for _ in range(batches):
+        input_ids, labels = get_batch(validation_tokens)
+        losses.append(model(input_ids, labels).item())
     model.train()
-    return loss
+    return sum(losses) / batches
 
 
 started = time.perf_counter()
 for step in range(1, options.steps + 1):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step)
-    loss = net(*get_batch(tokens[:split]))  # logits and loss; FP8 inside te.autocast
+    input_ids, labels = get_batch(train_tokens)
+    loss = net(input_ids, labels)  # logits and loss; FP8 inside te.autocast
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if step % 100 == 0 or step == options.steps:
-        speed = step * options.batch * options.length / (time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        speed = step * options.batch * options.length / seconds
         print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  {speed:,.0f} tokens/s  "
               f"validation {validation_loss():.4f}", flush=True)
 

@@ -30,31 +30,46 @@ def generate(model, ids, max_new_tokens, *, temperature=1.0, top_k=None, top_p=N
         raise ValueError(f"--top-k {top_k}: must be 1 or more; 50 works")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top-p {top_p}: must be above 0 and at most 1; 0.95 works")
-    use_cache = use_cache and hasattr(model, "make_kv_cache")
-    device, limit = next(model.parameters()).device, model.config.n_positions
-    with contextlib.ExitStack() as restored:
-        restored.callback(model.train, model.training)
-        restored.enter_context(recipes.turned_off(model))
-        model.eval()
-        ids, prompt_length = list(ids), len(ids)
-        start, cache = max(0, len(ids) - limit), None  # the window is ids[start:]
+    device = next(model.parameters()).device
+    limit = model.config.n_positions
+    has_cache = use_cache and hasattr(model, "make_kv_cache")
+    cache_size = min(limit, len(ids) + max_new_tokens)
+    ids, prompt_length = list(ids), len(ids)
+    start = max(0, prompt_length - limit)  # the window is ids[start:]
+    cache = None
+    with inference_mode(model):
         while len(ids) < prompt_length + max_new_tokens:
             if len(ids) - start > limit:
-                start, cache = len(ids) - max(1, limit // 2), None
-            if not use_cache:
-                logits = model(torch.tensor([ids[start:]], device=device))
+                start = len(ids) - max(1, limit // 2)
+                cache = None
+            if not has_cache:
+                output = model(torch.tensor([ids[start:]], device=device))
             elif cache is None:
-                cache = model.make_kv_cache(1, min(limit, prompt_length + max_new_tokens))
-                logits = model(torch.tensor([ids[start:]], device=device), kv_cache=cache)
+                cache = model.make_kv_cache(1, cache_size)
+                output = model(torch.tensor([ids[start:]], device=device), kv_cache=cache)
             else:
-                logits = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
-            logits = logits[0] if isinstance(logits, tuple) else logits  # the others may be a second head's
-            ids.append(pick(logits[0, -1, :vocab_size].float(), temperature, top_k, top_p, generator))
+                output = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
+            logits = output[0] if isinstance(output, tuple) else output  # a second head may follow
+            last_logits = logits[0, -1, :vocab_size].float()
+            token = pick(last_logits, temperature, top_k, top_p, generator)
+            ids.append(token)
             if on_token:
-                on_token(ids[-1])
-            if ids[-1] in stop:
+                on_token(token)
+            if token in stop:
                 break
-        return ids[prompt_length:]
+    return ids[prompt_length:]
+
+
+@contextlib.contextmanager
+def inference_mode(model):
+    """Switch to evaluation mode without FP8, and back at the end."""
+    was_training = model.training
+    with recipes.turned_off(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
 
 
 def pick(logits, temperature, top_k, top_p, generator):
@@ -69,7 +84,10 @@ def pick(logits, temperature, top_k, top_p, generator):
     probabilities, order = torch.softmax(relative, dim=-1).sort(descending=True)
     if top_k is not None:
         probabilities[top_k:] = 0
-    if top_p is not None:  # keep a token if those before it have not reached p, and always the first
-        beyond = probabilities.cumsum(0) - probabilities >= top_p * probabilities.sum()
-        probabilities[1:][beyond[1:]] = 0
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+    if top_p is not None:  # keep a token if those before it have not reached p
+        before = probabilities.cumsum(0) - probabilities
+        is_kept = before < top_p * probabilities.sum()
+        is_kept[0] = True
+        probabilities[~is_kept] = 0
+    picked = torch.multinomial(probabilities, 1, generator=generator)
+    return int(order[picked])
