@@ -60,31 +60,38 @@ def bwd(module):
     return module.fp8_meta["scaling_bwd"]
 
 
-@pytest.mark.parametrize("dtype, expected", [
-    (E4M3, [127, 126, 254, 128, 0, 0, 126, 254, 126, 126, 0, 0, 2]),
-    (E5M2, [127, 123, 251, 128, 0, 0, 96, 251, 95, 95, 20, 20, 26])])
-def test_quantized_bytes(dtype, expected):
-    x = torch.tensor([nan, inf, -inf, -0.0, 0.0, 1e-30, 500, -1e9, 464, 463.9, 2**-10, 2**-10, 1.5 * 2**-9])
-    assert te.quantize(x, torch.tensor(1.0), dtype).view(torch.uint8).tolist() == expected
+@pytest.mark.parametrize("value, e4m3, e5m2", [
+    (nan, 127, 127), (inf, 126, 123), (-inf, 254, 251),  # infinity saturates
+    (-0.0, 128, 128), (0.0, 0, 0), (1e-30, 0, 0),
+    (500, 126, 96), (-1e9, 254, 251),
+    (464, 126, 95), (463.9, 126, 95),
+    (2**-10, 0, 20), (1.5 * 2**-9, 2, 26)])
+def test_quantized_bytes(value, e4m3, e5m2):
+    x, scale = torch.tensor([value]), torch.tensor(1.0)
+    assert te.quantize(x, scale, E4M3).view(torch.uint8).item() == e4m3
+    assert te.quantize(x, scale, E5M2).view(torch.uint8).item() == e5m2
 
 
-@pytest.mark.parametrize("length, algo, margin, expected", [
-    (1, "max", 0, [263.5294189453125, 5, 5, 5, FP32_MAX, FP32_MAX]),
-    (1, "most_recent", 0, [263.5294189453125, 5, 5, 5, FP32_MAX, FP32_MAX]),
-    (1, "max", 1, [131.76470947265625, 5, 5, 5, FP32_MAX, FP32_MAX]),
-    (1, "most_recent", 2, [65.88235473632812, 5, 5, 5, FP32_MAX, FP32_MAX]),
-    (4, "max", 0, [49.77777862548828, 5, 5, 149.3333282470703, FP32_MAX, FP32_MAX]),
-    (4, "max", 1, [24.88888931274414, 5, 5, 74.66666412353516, FP32_MAX, FP32_MAX]),
-    (4, "most_recent", 0, [263.5294189453125, 5, 5, 5, FP32_MAX, FP32_MAX])])
-def test_delayed_scale_and_history_after_a_step(length, algo, margin, expected):
-    this_step, older = [1.7, 0, inf, nan, 1e-38, 1e-44], [9.0, 0, 2, 3, 0, 0]
-    recipe = delayed(length, amax_compute_algo=algo, margin=margin)
+# Amaxes of six tensors; an older step has 9.0 for the first
+THIS_STEP, OLDER = [1.7, 0, inf, nan, 1e-38, 1e-44], [9.0, 0, 2, 3, 0, 0]
+OLD_SCALE = 5
+
+
+@pytest.mark.parametrize("length, algorithm, margin, first, fourth", [
+    (1, "max", 0, 448 / 1.7, OLD_SCALE), (1, "most_recent", 0, 448 / 1.7, OLD_SCALE),
+    (1, "max", 1, 224 / 1.7, OLD_SCALE), (1, "most_recent", 2, 112 / 1.7, OLD_SCALE),
+    (4, "max", 0, 448 / 9, 448 / 3), (4, "max", 1, 224 / 9, 224 / 3),
+    (4, "most_recent", 0, 448 / 1.7, OLD_SCALE)])
+def test_delayed_scale_and_history_after_a_step(length, algorithm, margin, first, fourth):
+    recipe = delayed(length, amax_compute_algo=algorithm, margin=margin)
     state = te._ScalingState(recipe, 6, "cpu")
-    state.scale.fill_(5)
-    state.amax_history[:] = torch.tensor([this_step] + [older] * (length - 1))
+    state.scale.fill_(OLD_SCALE)
+    state.amax_history[:] = torch.tensor([THIS_STEP] + [OLDER] * (length - 1))
     state.roll(recipe, 448.0)
-    assert state.scale.tolist() == torch.tensor(expected).tolist()
-    rows = [[0.0] * 6] if length == 1 else [[0.0] * 6, older, older, this_step]
+    # An amax of zero, infinity or NaN keeps the scale; a quotient that overflows is the largest float32
+    expected = torch.tensor([first, OLD_SCALE, OLD_SCALE, fourth, FP32_MAX, FP32_MAX])
+    torch.testing.assert_close(state.scale, expected, rtol=2e-7, atol=0)
+    rows = [[0.0] * 6, OLDER, OLDER, THIS_STEP] if length == 4 else [[0.0] * 6]
     torch.testing.assert_close(state.amax_history, torch.tensor(rows), rtol=0, atol=0, equal_nan=True)
 
 
@@ -97,11 +104,15 @@ def test_delayed_scale_and_history_after_a_step(length, algo, margin, expected):
     ([1.7, 0.0], 263.5294189453125, 0.0037946428637951612, [126, 0])])
 def test_current_scaling(x, scale, scale_inv, expected):
     x = torch.tensor(x)
-    s = te.current_scale(te.amax_of(x), 448.0)
-    assert s.item() == scale and s.reciprocal().item() == pytest.approx(scale_inv, rel=1e-7)
-    assert te.quantize(x, s, E4M3).view(torch.uint8).tolist() == expected
-    power_of_2 = te.current_scale(te.amax_of(x), 448.0, power_of_2=True).item()
-    assert math.frexp(power_of_2)[0] == 0.5 and scale / 2 < power_of_2 <= scale
+    amax = te.amax_of(x)
+    found = te.current_scale(amax, 448.0)
+    assert found.item() == scale
+    assert found.reciprocal().item() == pytest.approx(scale_inv, rel=1e-7)
+    assert te.quantize(x, found, E4M3).view(torch.uint8).tolist() == expected
+    power_of_2 = te.current_scale(amax, 448.0, power_of_2=True).item()
+    mantissa, _ = math.frexp(power_of_2)
+    assert mantissa == 0.5
+    assert scale / 2 < power_of_2 <= scale
 
 
 @pytest.mark.parametrize("fp8_format, dx1, dw1, bwd_scale", [
@@ -177,18 +188,22 @@ def test_is_first_microbatch_caches_the_quantized_weight():
     layer = linear(diagonal(0.3))
 
     def y(weight, is_first_microbatch):
+        """Return one output for the input 1, which is the quantized weight."""
         layer.weight.data.fill_(weight)
-        one, first = diagonal(1.0), is_first_microbatch
-        return step(layer, one, one, delayed(), is_first_microbatch=first)[0][0, 0].item()
+        one = diagonal(1.0)
+        out, _, _ = step(layer, one, one, delayed(), is_first_microbatch=is_first_microbatch)
+        return out[0, 0].item()
 
-    found = [y(0.3, None), y(0.3, True), y(0.25, None), y(100, False)]
-    assert found == pytest.approx([0.3125, 0.3, 384 / 448 * 0.3, 0.3])
+    assert y(0.3, None) == 0.3125  # scale 1
+    assert y(0.3, True) == pytest.approx(0.3)
+    assert y(0.25, None) == pytest.approx(384 / 448 * 0.3)
+    assert y(100, False) == pytest.approx(0.3)  # of the second call
     # The last pass did not quantize the weight, so only the input's history rolled and its scale changed
     assert fwd(layer).amax_history[:, 1].tolist() == pytest.approx([0, 0.3, 0.3, 0.25])
     assert fwd(layer).scale[1].item() == pytest.approx(448 / 0.3)
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 1, 1, 1]
-    # 100 saturates at the old scale, then fits
-    assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])
+    assert y(100, None) == pytest.approx(0.3)  # saturates at the old scale
+    assert y(100, True) == pytest.approx(100)
 
 
 def test_the_module_after_a_frozen_one_rolls_histories():
@@ -212,47 +227,68 @@ def test_a_disabled_region_inside_an_enabled_one():
     assert torch.equal(outer(x), x @ outer.weight.T)  # FP8 is off again outside
 
 
-def test_changing_the_recipe():
+@pytest.mark.parametrize("length, history", [
+    (4, [0, 0, 1.1, 1.1]), (6, [0, 0, 1.1, 0, 0, 1.1]), (3, [0, 0, 1.1])])
+def test_another_length_keeps_the_first_rows_of_the_history(length, history):
+    """As in TE, although the newest row is the last."""
     layer, x, dy = linear(diagonal(0.3)), diagonal(1.1), diagonal(1.0)
-    for length, expected in (
-        (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1])):
-        # TE keeps the first rows, although the newest row is the last
-        step(layer, x, dy, delayed(length), is_first_microbatch=True)
-        assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(expected)
+    step(layer, x, dy, delayed(4))
+    step(layer, x, dy, delayed(length))
+    assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(history)
+
+
+def test_another_recipe_drops_scales_and_cached_weights():
+    layer, x, dy = linear(diagonal(0.3)), diagonal(1.1), diagonal(1.0)
+
+    def y(recipe, **options):
+        return step(layer, x, dy, recipe, **options)[0][0, 0].item()
+
+    y(delayed(), is_first_microbatch=True)
     layer.weight.data = diagonal(0.25)
     with pytest.warns(UserWarning, match="Recipe type changed from DelayedScaling to Float8CurrentScaling"):
-        # the cached weight is dropped
-        y = [step(layer, x, dy, te.Float8CurrentScaling(), is_first_microbatch=False)[0][0, 0].item()]
+        assert y(te.Float8CurrentScaling(), is_first_microbatch=False) == pytest.approx(1.1 * 0.25)
     with pytest.warns(UserWarning, match="Recipe type changed"):
-        y += [step(layer, x, dy, delayed())[0][0, 0].item() for _ in range(2)]  # starts at scale 1 again
-    assert y == pytest.approx([1.1 * 0.25, 1.125 * 0.25, 1.1 * 0.25])
+        assert y(delayed()) == pytest.approx(1.125 * 0.25)  # starts at scale 1 again
+    assert y(delayed()) == pytest.approx(1.1 * 0.25)
+
+
+def train_blocks(recipe, run):
+    """Train blocks that `run(block, x)` calls; return all outputs, gradients, scales and histories.
+
+    Of three forward passes a step, the first has no backward pass and the other two precede theirs."""
+    torch.manual_seed(1)
+    mlp = te.LayerNormMLP(16, 32, device="cpu")
+    first, second = te.Linear(16, 16, device="cpu"), te.Linear(16, 16, device="cpu")
+    layers = torch.nn.ModuleList([mlp, first, second])
+
+    def block(h):
+        return h + first(F.dropout(mlp(h), 0.5))
+
+    found = []
+    for size in (1, 3, 9):  # growing inputs, so that the scales change in each forward pass
+        inputs = [(size * factor * torch.randn(16, 16)).requires_grad_() for factor in (2, 1, 1.5)]
+        outputs = []
+        for x in inputs:
+            with te.autocast(recipe=recipe):
+                outputs.append(run(second, run(block, x)))
+        for y in outputs[1:]:
+            y.square().sum().backward()
+            if recipe.delayed():
+                for layer in layers:
+                    for state in (fwd(layer), bwd(layer)):
+                        found += [state.scale.clone(), state.amax_history.clone()]
+        found += outputs
+        found += [x.grad for x in inputs[1:]]
+        found += [p.grad.clone() for p in layers.parameters()]
+    return found
 
 
 @pytest.mark.parametrize("recipe", [delayed(), te.Float8CurrentScaling()])
 def test_checkpoint_changes_nothing(recipe):
-    """Also if a forward pass has no backward pass, and two precede two backward passes."""
-    results = []
-    for run in (te.checkpoint, lambda function, x: function(x)):
-        torch.manual_seed(1)
-        layers = torch.nn.ModuleList(
-            [te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))])
-        blocks = [lambda h, layers=layers: h + layers[1](F.dropout(layers[0](h), 0.5)), layers[2]]
-        found = []
-        for size in (1, 3, 9):  # growing inputs, so that the scales change in each forward pass
-            inputs, outputs = [torch.randn(16, 16).mul(s * size).requires_grad_() for s in (2, 1, 1.5)], []
-            for h in inputs:
-                with te.autocast(recipe=recipe):
-                    for block in blocks:
-                        h = run(block, h)
-                outputs.append(h)
-            for h in outputs[1:]:
-                h.square().sum().backward()
-                for layer in layers if recipe.delayed() else ():
-                    for state in (fwd(layer), bwd(layer)):
-                        found += [state.scale.clone(), state.amax_history.clone()]
-            found += [*outputs, *(x.grad for x in inputs[1:]), *(p.grad.clone() for p in layers.parameters())]
-        results.append(found)
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*results, strict=True))
+    checkpointed = train_blocks(recipe, te.checkpoint)
+    expected = train_blocks(recipe, lambda block, x: block(x))
+    for a, b in zip(checkpointed, expected, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 def norm_of(module, x):
@@ -278,25 +314,30 @@ def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
     torch.testing.assert_close(module(x), (F.linear(normed, module.weight), module.bias, normed))
 
 
-@pytest.mark.parametrize("normalization, bias, activation", [
-    ("LayerNorm", True, "gelu"), ("RMSNorm", False, "geglu"), ("RMSNorm", True, "relu"),
-    ("LayerNorm", False, "srelu"), ("RMSNorm", True, "swiglu")])
-def test_layernorm_mlp_equals_its_parts(normalization, bias, activation):
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("normalization, bias, activation, function", [
+    ("LayerNorm", True, "gelu", gelu), ("RMSNorm", False, "geglu", gelu), ("RMSNorm", True, "relu", F.relu),
+    ("LayerNorm", False, "srelu", lambda x: x.relu() ** 2), ("RMSNorm", True, "swiglu", F.silu)])
+def test_layernorm_mlp_equals_its_parts(normalization, bias, activation, function):
     module = te.LayerNormMLP(
         16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu")
     x = torch.randn(2, 3, 16)
     normed = norm_of(module, x)
-    # a is activated; for a gated activation it is multiplied by b[0]
-    a, *b = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).split(32, -1)
-    assert len(b) == activation.endswith("glu")
-    gelu = F.gelu(a, approximate="tanh")
-    h = {"gelu": lambda: gelu, "relu": lambda: a.relu(), "srelu": lambda: a.relu() ** 2,
-         "geglu": lambda: gelu * b[0], "swiglu": lambda: F.silu(a) * b[0]}[activation]()
-    expected = F.linear(h, module.fc2_weight, module.fc2_bias if bias else None)
+    hidden = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None)
+    if activation.endswith("glu"):
+        gate, value = hidden.chunk(2, -1)
+        hidden = function(gate) * value
+    else:
+        hidden = function(hidden)
     close = dict(rtol=1e-5, atol=1e-4)
+    expected = F.linear(hidden, module.fc2_weight, module.fc2_bias if bias else None)
     torch.testing.assert_close(module(x), expected, **close)
     module.return_bias = module.return_layernorm_output = True
-    torch.testing.assert_close(module(x), (F.linear(h, module.fc2_weight), module.fc2_bias, normed), **close)
+    without_bias = F.linear(hidden, module.fc2_weight)
+    torch.testing.assert_close(module(x), (without_bias, module.fc2_bias, normed), **close)
 
 
 @pytest.mark.parametrize("name, sizes, defaults", [
@@ -328,19 +369,21 @@ def test_fp8_shape_rules():
                     module(torch.zeros(shape))
 
 
-def test_attention():
-    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
-    repeated = [t.repeat_interleave(2, dim=2) for t in (k, v)]
-    for mask in ("causal", "no_mask"):
-        heads = [t.transpose(1, 2) for t in (q, *repeated)]
-        expected = F.scaled_dot_product_attention(*heads, is_causal=mask == "causal")
-        expected = expected.transpose(1, 2).flatten(2)
-        bshd = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
-        sbhd = te.DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=mask)  # TE's default format
-        torch.testing.assert_close(bshd(q, k, v), expected)
-        torch.testing.assert_close(sbhd(*(t.transpose(0, 1) for t in (q, k, v))), expected.transpose(0, 1))
-        torch.testing.assert_close(
-            te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected)
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+def test_attention(mask):
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)  # (B, S, heads, D)
+    all_k, all_v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
+    expected = F.scaled_dot_product_attention(
+        q.transpose(1, 2), all_k.transpose(1, 2), all_v.transpose(1, 2), is_causal=mask == "causal")
+    expected = expected.transpose(1, 2).flatten(2)
+
+    bshd = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)
+    torch.testing.assert_close(bshd(q, all_k, all_v), expected)
+    grouped = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
+    torch.testing.assert_close(grouped(q, k, v), expected)
+    sbhd = te.DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=mask)  # TE's default format
+    y = sbhd(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
+    torch.testing.assert_close(y, expected.transpose(0, 1))
 
 
 NO_PADDING = torch.zeros(2, 6, dtype=torch.bool)
@@ -349,17 +392,23 @@ PADDING = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
 
 def plain_attention(q, k, v, mask_type, padding, window):
     """Return softmax(q·kᵀ / √D)·v in format bhsd, one query after the other, by TE's definition of masks."""
-    out, shift = torch.zeros_like(q), k.shape[2] - q.shape[2] if mask_type == "no_mask" else 0
+    queries, keys = q.shape[2], k.shape[2]
+    shift = keys - queries if mask_type == "no_mask" else 0  # of a query's position among the keys
+    left, right = [math.inf if side < 0 else side for side in window or (-1, -1)]
+    if "causal" in mask_type:
+        right = 0
+    out = torch.zeros_like(q)
     for batch in range(len(q)):
-        for i in range(q.shape[2]):
-            left, right = [math.inf if side < 0 else side for side in window or (-1, -1)]
-            right = 0 if "causal" in mask_type else right
-            keys = [j for j in range(k.shape[2]) if -left <= j - (i + shift) <= right]
+        for i in range(queries):
+            seen = [j for j in range(keys) if -left <= j - (i + shift) <= right]
+            if "padding" in mask_type and padding[batch, i]:
+                continue
             if "padding" in mask_type:
-                keys = [j for j in keys if not padding[batch, j] and not padding[batch, i]]
-            if keys:
-                scores = (k[batch][:, keys] @ q[batch][:, i, :, None])[..., 0] / math.sqrt(q.shape[-1])
-                out[batch][:, i] = (scores.softmax(-1)[..., None] * v[batch][:, keys]).sum(1)
+                seen = [j for j in seen if not padding[batch, j]]
+            if seen:
+                query = q[batch][:, i, :, None]  # (H, D, 1)
+                scores = k[batch][:, seen] @ query / math.sqrt(q.shape[-1])
+                out[batch][:, i] = (scores.softmax(1) * v[batch][:, seen]).sum(1)
     return out
 
 
@@ -368,23 +417,26 @@ def plain_attention(q, k, v, mask_type, padding, window):
 @pytest.mark.filterwarnings("ignore:window_size should be")
 def test_masks_and_windows_equal_plain_attention(mask_type, window):
     q, k, v = leaves = [torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2)]
-    repeated = [t.repeat_interleave(2, 1) for t in (k, v)]
-    expected = plain_attention(q, *repeated, mask_type, PADDING, window)
-    options = dict(attn_mask_type=mask_type, window_size=window)
-    mask = dict(attention_mask=PADDING[:, None, None]) if "padding" in mask_type else {}
-    lengths = dict(cu_seqlens_q=torch.tensor([0, 6, 9], dtype=torch.int32)) if mask else {}
+    all_k, all_v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     dy = torch.randn(2, 4, 6, 8)
+    expected = plain_attention(q, all_k, all_v, mask_type, PADDING, window)
     gradients = torch.autograd.grad(expected, leaves, dy)
+
+    options = dict(attn_mask_type=mask_type, window_size=window)
+    ways = [{}]  # to say which tokens are padding
+    if "padding" in mask_type:
+        ways = [dict(attention_mask=PADDING[:, None, None]),
+                dict(cu_seqlens_q=torch.tensor([0, 6, 9], dtype=torch.int32))]
     for qkv_format, order in (("bshd", (0, 2, 1, 3)), ("sbhd", (2, 0, 1, 3))):
-        inputs = [t.permute(order) for t in leaves]
+        inputs = [leaf.permute(order) for leaf in leaves]
+        expected_y, expected_dy = expected.permute(order).flatten(2), dy.permute(order).flatten(2)
         attention = te.DotProductAttention(4, 8, 2, qkv_format=qkv_format)
-        for given in (mask, lengths):
-            y = attention(*inputs, **given, **options)
-            torch.testing.assert_close(y, expected.permute(order).flatten(2))
-            torch.testing.assert_close(
-                torch.autograd.grad(y, leaves, dy.permute(order).flatten(2)), gradients)
-        attention = te.DotProductAttention(4, 8, 2, qkv_format=qkv_format, **options)  # in the constructor
-        torch.testing.assert_close(attention(*inputs, **mask), y)
+        for way in ways:
+            y = attention(*inputs, **way, **options)
+            torch.testing.assert_close(y, expected_y)
+            torch.testing.assert_close(torch.autograd.grad(y, leaves, expected_dy), gradients)
+        attention = te.DotProductAttention(4, 8, 2, qkv_format=qkv_format, **options)
+        torch.testing.assert_close(attention(*inputs, **ways[0]), y)  # options of the constructor
 
 
 @pytest.mark.parametrize("window", [None, (2, 0), (1, 2)])
@@ -394,23 +446,23 @@ def test_packed_sequences_equal_padded_ones(mask_type, window):
     q, k, v = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
     attention = te.DotProductAttention(4, 8, 2, attn_mask_type=mask_type, window_size=window)
     padded = attention(q, k, v, PADDING[:, None, None], "bshd")
-    assert not padded[PADDING].any() and padded[~PADDING].all()
+    is_token = ~PADDING
+    assert not padded[PADDING].any() and padded[is_token].all()
     starts = torch.tensor([0, 6, 9], dtype=torch.int32)
-    packed = attention(*(t[~PADDING] for t in (q, k, v)), qkv_format="thd", cu_seqlens_q=starts,
+    packed = attention(q[is_token], k[is_token], v[is_token], qkv_format="thd", cu_seqlens_q=starts,
                        cu_seqlens_kv=starts.clone())
-    torch.testing.assert_close(packed, padded[~PADDING])
+    torch.testing.assert_close(packed, padded[is_token])
 
 
-def test_windows_of_fewer_queries_end_at_the_last_key():
+@pytest.mark.parametrize("mask_type, as_mask_type", [
+    ("no_mask", "no_mask"), ("causal_bottom_right", "no_mask"), ("causal", "causal")])
+def test_windows_of_fewer_queries_end_at_the_last_key(mask_type, as_mask_type):
+    """But with a mask that is causal from the first key."""
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
-    attention = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="no_mask")
-    inputs = [t.transpose(1, 2) for t in (q, k, v)]
-    expected = plain_attention(q, k, v, "no_mask", None, (2, 0)).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention(*inputs, window_size=(2, 0)), expected)
-    bottom_right = attention(*inputs, window_size=(2, 0), attn_mask_type="causal_bottom_right")
-    torch.testing.assert_close(bottom_right, expected)
-    top_left = plain_attention(q, k, v, "causal", None, (2, 0)).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention(*inputs, window_size=(2, 0), attn_mask_type="causal"), top_left)
+    attention = te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask_type)
+    y = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window_size=(2, 0))
+    expected = plain_attention(q, k, v, as_mask_type, None, (2, 0))
+    torch.testing.assert_close(y, expected.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("options, message", [
@@ -468,9 +520,10 @@ def test_masks_and_windows_equal_tes(qkv_format, mask_type, window):
     results = []
     for engine in (te, theirs):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        y = engine.DotProductAttention(4, 64, 2, qkv_format=qkv_format, attn_mask_type=mask_type)(
-            *leaves, **options)
-        y = y if qkv_format == "thd" else y[is_token] if "padding" in mask_type else y
+        attention = engine.DotProductAttention(4, 64, 2, qkv_format=qkv_format, attn_mask_type=mask_type)
+        y = attention(*leaves, **options)
+        if "padding" in mask_type and qkv_format != "thd":
+            y = y[is_token]
         results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
     for ours, other in zip(*results):
         assert (ours - other).norm() < 0.02 * other.norm()
@@ -488,17 +541,19 @@ def test_an_encoder_reads_no_padding(attn_input_format):
         return y if attn_input_format == "bshd" else y.transpose(0, 1)
 
     x = torch.randn(2, 6, 32)
-    others = torch.where(PADDING[..., None], torch.randn(2, 6, 32), x)
+    other_padding = torch.where(PADDING[..., None], torch.randn(2, 6, 32), x)
     y = run(x, PADDING)
-    assert torch.equal(y[~PADDING], run(others, PADDING)[~PADDING])
+    assert torch.equal(y[~PADDING], run(other_padding, PADDING)[~PADDING])
     torch.testing.assert_close(y[1:, :3], run(x[1:, :3], NO_PADDING[1:, :3]))
     with pytest.raises(ValueError, match="'causal' uses no attention_mask"):
         run(x, PADDING, self_attn_mask_type="causal")
-    last = others.clone()
-    last[:, 0] = torch.randn(2, 32)
-    for size, options in ((3, {}), (1, dict(window_size=(1, 1)))):
-        changed = (run(x, PADDING, **options) != run(last, PADDING, **options))[0].any(-1)
-        assert changed.tolist() == [position <= size for position in range(6)]
+
+    other_first = x.clone()
+    other_first[:, 0] = torch.randn(2, 32)
+    for window, options in ((3, {}), (1, dict(window_size=(1, 1)))):
+        is_changed = run(x, PADDING, **options) != run(other_first, PADDING, **options)
+        positions = is_changed[0].any(-1).nonzero().flatten()
+        assert positions.tolist() == list(range(window + 1))
 
 
 # ---- what has no effect here is refused
@@ -526,13 +581,17 @@ def test_what_would_have_no_effect_is_refused(make, message):
 
 # ---- second derivatives
 
-def curvature(module, x, v, recipe=None):
-    """Return the derivative of |dL/dx|² in the direction v, L = Σ y³."""
+def squared_gradient(module, x, **options):
+    """Return |dL/dx|² with L = Σ y³."""
+    gradient, = torch.autograd.grad(module(x).pow(3).sum(), x, **options)
+    return gradient.square().sum()
+
+
+def curvature(module, x, direction):
+    """Return the derivative of |dL/dx|² in a direction."""
     x = x.clone().requires_grad_()
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x)
-    gradient, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    return (torch.autograd.grad(gradient.square().sum(), x)[0] * v).sum().item()
+    second, = torch.autograd.grad(squared_gradient(module, x, create_graph=True), x)
+    return (second * direction).sum().item()
 
 
 SECOND = [("Linear", (16, 16)), ("LayerNormLinear", (16, 16)), ("LayerNormMLP", (16, 32))]
@@ -543,21 +602,20 @@ RECIPES = [delayed(), te.Float8CurrentScaling(), te.Float8BlockScaling()]
 @pytest.mark.parametrize("recipe", RECIPES, ids=["delayed", "current", "block"])
 def test_a_second_derivative_in_fp8_is_refused(name, sizes, recipe):
     module, x = getattr(te, name)(*sizes, device="cpu"), torch.randn(16, 16)
-    with pytest.raises(RuntimeError, match="create_graph=True: .*autocast.enabled=False"):
-        curvature(module, x, torch.ones_like(x), recipe)
+    with te.autocast(recipe=recipe):
+        with pytest.raises(RuntimeError, match="create_graph=True: .*autocast.enabled=False"):
+            curvature(module, x, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("name, sizes", SECOND)
 def test_a_second_derivative_without_fp8_is_right(name, sizes):
     module = getattr(te, name)(*sizes, device="cpu", params_dtype=torch.float64)
-    x, v, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
-
-    def squared_gradient(x):
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(module(x).pow(3).sum(), x)[0].square().sum().item()
-
-    expected = (squared_gradient(x + step * v) - squared_gradient(x - step * v)) / (2 * step)
-    assert curvature(module, x, v) == pytest.approx(expected, rel=1e-5)
+    x, direction = torch.randn(16, 16).double(), torch.randn(16, 16).double()
+    step = 1e-5 * direction
+    after = squared_gradient(module, (x + step).requires_grad_())
+    before = squared_gradient(module, (x - step).requires_grad_())
+    expected = ((after - before) / 2e-5).item()
+    assert curvature(module, x, direction) == pytest.approx(expected, rel=1e-5)
 
 
 # ---- names
@@ -627,8 +685,8 @@ def test_zero_centered_gamma_set_later_counts(engine, name, sizes):
         return
     y = module(x)
     module.zero_centered_gamma = True
-    next(p for n, p in module.named_parameters() if n in ("weight", "layer_norm_weight") and p.dim() == 1
-         ).data.zero_()
+    norm_weight = module.weight if name in ("LayerNorm", "RMSNorm") else module.layer_norm_weight
+    norm_weight.data.zero_()
     torch.testing.assert_close(module(x), y)
 
 
@@ -730,17 +788,18 @@ def test_fused_adam_calls_its_closure():
 
 def test_capturable_keeps_lr_and_step_as_tensors():
     start = torch.randn(8)
-    parameters = [torch.nn.Parameter(start.clone()) for _ in range(2)]
-    both = [te.optimizers.FusedAdam([p], lr=1e-2, capturable=i) for i, p in enumerate(parameters)]
-    step = both[1].param_groups[0]["step"]
+    p, captured_p = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    plain = te.optimizers.FusedAdam([p], lr=1e-2)
+    captured = te.optimizers.FusedAdam([captured_p], lr=1e-2, capturable=True)
+    steps = captured.param_groups[0]["step"]
     for _ in range(3):
-        parameters[0].grad = parameters[1].grad = torch.randn(8)
-        for optimizer in both:
-            optimizer.step()
-        both[0].param_groups[0]["lr"] *= 0.5
-        both[1].param_groups[0]["lr"].mul_(0.5)
-    torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-6)
-    assert step is both[1].param_groups[0]["step"] and step == 3
+        p.grad = captured_p.grad = torch.randn(8)
+        plain.step()
+        captured.step()
+        plain.param_groups[0]["lr"] *= 0.5
+        captured.param_groups[0]["lr"].mul_(0.5)
+    torch.testing.assert_close(p, captured_p, rtol=1e-6, atol=1e-6)
+    assert steps is captured.param_groups[0]["step"] and steps == 3
 
 
 def test_a_later_step_leaves_a_saved_step_count_as_it_is():
@@ -824,19 +883,26 @@ def test_parameters_kept_in_fp8():
 
 
 def test_block_scales_are_powers_of_two_that_follow_each_block():
+    def power_of_2(amax, fp8_max):
+        return te.current_scale(amax, fp8_max, power_of_2=True)
+
     x = torch.zeros(2, 300)  # three blocks per row, the last of 44 columns
-    x[0, 5], x[0, 200], x[1, 299] = 3.5, -1000.0, 0.3
-    q, scale, value = te.in_blocks(x, (1, 128), lambda a, m: te.current_scale(a, m, True), E4M3)
-    # 448/3.5 = 128, 448/1000 -> 1/4, all zero -> 1, 448/0.3 = 1493 -> 1024
+    x[0, 5] = 3.5  # 448/3.5 = 128
+    x[0, 200] = -1000.0  # 448/1000 -> 1/4
+    x[1, 299] = 0.3  # 448/0.3 = 1493 -> 1024
+    q, scale, value = te.in_blocks(x, (1, 128), power_of_2, E4M3)
     assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]
-    assert (q.shape, value.shape) == (x.shape, x.shape)
-    assert (value[0, 5], value[0, 200], value[1, 299]) == (3.5, -1024, 0.3125)  # 250 -> 256, 307.2 -> 320
-    exact = te.in_blocks(x, (1, 128), te.current_scale, E4M3)[1]
+    assert q.shape == value.shape == x.shape
+    assert value[0, 5] == 3.5
+    assert value[0, 200] == -1024  # 250 -> 256
+    assert value[1, 299] == 0.3125  # 307.2 -> 320
+    _, exact, _ = te.in_blocks(x, (1, 128), te.current_scale, E4M3)
     assert exact[0, 1] == torch.tensor(0.448)
+
     x = torch.zeros(130, 256)
     x[127, 127], x[128, 0], x[0, 128] = 448.0, 224.0, 4480.0
-    squares = te.in_blocks(x, (128, 128), lambda a, m: te.current_scale(a, m, True), E4M3)[1]
-    assert squares.tolist() == [[1, 0.0625], [2, 1]]
+    _, scale, _ = te.in_blocks(x, (128, 128), power_of_2, E4M3)
+    assert scale.tolist() == [[1, 0.0625], [2, 1]]
 
 
 def test_mxfp8_follows_the_ocp_specification():
