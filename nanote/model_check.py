@@ -75,8 +75,8 @@ def check_model(name):
     models.check_first_pass(twin, batch)
     file = Path(sys.modules[unedited.model_class.__module__].__file__).name
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    engine = describe_engine(edited.model_class)
-    yield "ok", f"{name} in {dtype} on {engine}, compared with {file}", ""
+    where = describe_engine(edited.model_class)
+    yield "ok", f"{name} in {dtype} on {where}, compared with {file}", ""
     try:
         gaps = measure(model, twin)
     except PassError as error:
@@ -102,12 +102,12 @@ def find_models(name):
         raise
     model_class, config_class = models.model_classes(name)
     config = models.make_model_config(name, small_sizes(name, config_class))
-    engine = find_engine(model_class)
-    if engine == "fast":
+    engine_name = find_engine(model_class)
+    if engine_name == "fast":
         prepare_fast_kernels(name)
     is_fused = "fast_kernels.fused" in imported_modules(model_class)
     file, class_name, config_name = models.FAST if is_fused else models.MODELS["optimized"]
-    module = load_unedited(file, engine)
+    module = load_unedited(file, engine_name)
     unedited_config = same_config(getattr(module, config_name), config)
     return Candidate(model_class, config), Candidate(getattr(module, class_name), unedited_config)
 
@@ -189,10 +189,10 @@ def build(candidate, use_fp8=True):
 
 
 def describe_engine(model_class):
-    engine = find_engine(model_class)
-    if engine == "fast" and not torch.cuda.is_available():
+    name = find_engine(model_class)
+    if name == "fast" and not torch.cuda.is_available():
         return "fast_kernels in Triton's interpreter"
-    return {"te": "Transformer Engine", "fast": "fast_kernels", "reference": "te_reference"}[engine]
+    return {"te": "Transformer Engine", "fast": "fast_kernels", "reference": "te_reference"}[name]
 
 
 # ---------------------------------------------------------------- the gaps
