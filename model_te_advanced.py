@@ -3,6 +3,10 @@
 Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
 architecture: the engine, the FP8 state, initializers.
 
+Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
+of two shows only what differs.
+
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
 - Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV

@@ -3,6 +3,10 @@
 Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
 architecture: the engine, the FP8 state, initializers.
 
+Lesson 2 of five: every layer in sight, and where FP8 casts cost an extra pass over memory.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
+of two shows only what differs.
+
 - `te.Linear` and `te.LayerNorm` replace `nn.Linear` and `nn.LayerNorm`, and `te.autocast` around the blocks
   turns FP8 on. Start from this file if your model's layers differ from TE's: replace the linear layers.
 - A `te.Linear` casts its own input to FP8: each norm and the GELU write their output in bfloat16, and the
@@ -62,18 +66,20 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        width, bias = config.n_embd, config.bias
-        self.norm = te.LayerNorm(width, eps=config.layernorm_epsilon)
-        self.qkv = te.Linear(width, 3 * width, bias=bias, init_method=normal_init)
-        self.proj = te.Linear(width, width, bias=bias, init_method=residual_init(config))
+        self.norm = te.LayerNorm(config.n_embd, eps=config.layernorm_epsilon)
+        self.qkv = te.Linear(
+            config.n_embd, 3 * config.n_embd, bias=config.bias, init_method=normal_init)
+        self.proj = te.Linear(
+            config.n_embd, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, is_first_microbatch=None):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(self.norm(x), is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(batch, length, -1, config.head_dim)
-        q, k, v = qkv.transpose(1, 2).split(config.n_head, dim=1)  # each (B, n_head, S, D)
-        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, S, S): query, key
+        q, k, v = qkv.split(config.n_head, dim=2)  # (B, S, n_head, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, n_head, S, D)
+        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, queries, keys)
         is_future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(is_future, -math.inf)
         # softmax in float32: a sum of S exponentials needs more precision than bfloat16
@@ -88,14 +94,16 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        width, inner, bias = config.n_embd, config.n_inner, config.bias
-        self.norm = te.LayerNorm(width, eps=config.layernorm_epsilon)
-        self.fc1 = te.Linear(width, inner, bias=bias, init_method=normal_init)
-        self.fc2 = te.Linear(inner, width, bias=bias, init_method=residual_init(config))
+        self.norm = te.LayerNorm(config.n_embd, eps=config.layernorm_epsilon)
+        self.fc1 = te.Linear(
+            config.n_embd, config.n_inner, bias=config.bias, init_method=normal_init)
+        self.fc2 = te.Linear(
+            config.n_inner, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, is_first_microbatch=None):
         x = self.fc1(self.norm(x), is_first_microbatch=is_first_microbatch)
-        return self.fc2(F.gelu(x, approximate="tanh"), is_first_microbatch=is_first_microbatch)
+        x = F.gelu(x, approximate="tanh")
+        return self.fc2(x, is_first_microbatch=is_first_microbatch)
 
 
 class Block(nn.Module):
@@ -109,7 +117,7 @@ class Block(nn.Module):
 
     def forward(self, x, is_first_microbatch=None):
         x = x + self.dropout(self.attn(x, is_first_microbatch))
-        return x + self.dropout(self.mlp(x, is_first_microbatch))
+        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
 class CustomGPT2Model(FP8Model):

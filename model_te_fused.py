@@ -3,6 +3,10 @@
 Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
 architecture: the engine, the FP8 state, initializers.
 
+Lesson 3 of five: the same network from modules that fuse a norm with its GEMM.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
+of two shows only what differs.
+
 - `te.LayerNormLinear` is a norm and a linear layer; `te.LayerNormMLP` is a norm, two linear layers and the
   activation between them. With delayed scaling their norm and activation write FP8 directly.
   `model_te_custom.py` is the same network built from single layers.
@@ -61,18 +65,20 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        width, bias = config.n_embd, config.bias
         self.qkv = te.LayerNormLinear(
-            width, 3 * width, eps=config.layernorm_epsilon, bias=bias, init_method=normal_init)
-        self.proj = te.Linear(width, width, bias=bias, init_method=residual_init(config))
+            config.n_embd, 3 * config.n_embd, eps=config.layernorm_epsilon, bias=config.bias,
+            init_method=normal_init)
+        self.proj = te.Linear(
+            config.n_embd, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, is_first_microbatch=None):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(batch, length, -1, config.head_dim)
-        q, k, v = qkv.transpose(1, 2).split(config.n_head, dim=1)  # each (B, n_head, S, D)
-        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, S, S): query, key
+        q, k, v = qkv.split(config.n_head, dim=2)  # (B, S, n_head, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, n_head, S, D)
+        scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, queries, keys)
         is_future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(is_future, -math.inf)
         # softmax in float32: a sum of S exponentials needs more precision than bfloat16

@@ -88,7 +88,8 @@ class FP8Model(nn.Module):
         return nullcontext() if allowed else self.autocast(enabled=False)
 
     def allow_fp8_weights(self, allowed):
-        """Return a context that lets a caller's te.quantized_model_init() create FP8 weights if `allowed`."""
+        """Return a context for creating modules: unless `allowed`, they have no FP8 weights, even inside the
+        caller's te.quantized_model_init()."""
         return nullcontext() if allowed else te.quantized_model_init(enabled=False)
 
     def check_input(self, batch, length, past=0):
@@ -190,7 +191,7 @@ class OptimizedConfig:
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # lm_head and wte share one weight
-    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: as use_pytorch_sdpa says
+    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: use_pytorch_sdpa decides
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
     fp8_lm_head: bool = True  # False: lm_head runs in high precision
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
@@ -280,8 +281,11 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. k and v: (B, S', n_kv_head, D). q: (B, S, n_head,
-        D), at the last S positions. documents: of `locate_documents`. Returns q's elements in any shape."""
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. Returns q's elements in any shape.
+
+        k and v: (B, S', n_kv_head, D). q: (B, S, n_head, D), at the last S of these positions. documents: of
+        `locate_documents`.
+        """
         config = self.config
         cu_seqlens, mask = (None, None) if documents is None else documents
         if self.kernel == "te" and not generating:
@@ -289,12 +293,11 @@ class Attention(nn.Module):
         if self.kernel == "flash" and not generating and q.dtype != torch.float32:
             return flash_attention(q, k, v, cu_seqlens)
         is_causal = mask is None
-        # Compare lengths in generation only: under torch.compile they may be symbols, which is_causal refuses
-        if generating and q.shape[1] < k.shape[1]:  # new tokens after cached ones, which they all see
-            is_causal = False
-            if q.shape[1] > 1:
-                mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-                mask = mask.tril(k.shape[1] - q.shape[1])
+        if generating:  # else as many queries as keys; under torch.compile these may be symbols
+            queries, keys = q.shape[1], k.shape[1]
+            is_causal = queries == keys
+            if 1 < queries < keys:  # one query sees all keys
+                mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
@@ -348,13 +351,18 @@ class OptimizedGPT2Model(FP8Model):
 
     @fp8_forward
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
-        """Return logits, or the loss if labels are given. is_first_microbatch: True for the first micro-batch
-        of a step, False for the others, which reuse its FP8 weights. cu_seqlens: int32, the start of each
-        document of a packed batch in its B·S tokens, then B·S, repeated as needed. kv_cache: from
-        `make_kv_cache`; input_ids are then the tokens that follow it."""
+        """Return logits, or the loss if labels are given.
+
+        Args:
+            cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
+                repeated as needed.
+            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
+                False for the others, which reuse its FP8 weights.
+            kv_cache: of `make_kv_cache`; input_ids are then the tokens that follow it.
+        """
         config = self.config
         batch, length = input_ids.shape
-        past = 0 if kv_cache is None else kv_cache.length
+        past = 0 if kv_cache is None else kv_cache.length  # cached tokens
         self.check_input(batch, length, past)
         positions = torch.arange(past, past + length, device=input_ids.device)
         documents = None
