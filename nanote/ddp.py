@@ -127,7 +127,8 @@ class Gradients:
         collect = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
 
         def hook(parameter):
-            if (collect_of_owner := collect()) is not None:
+            collect_of_owner = collect()
+            if collect_of_owner is not None:
                 collect_of_owner(parameter)
 
         for parameter in self.parameters:
@@ -189,8 +190,10 @@ class Gradients:
             return
         bucket, gradient = self.bucket_of[parameter], parameter.grad
         in_main_grad = parameter.grad_added_to_main_grad
-        if in_main_grad and gradient is not None and gradient.data_ptr() != parameter.main_grad.data_ptr():
-            parameter.main_grad.copy_(gradient)  # autograd has added the gradient of another use
+        if in_main_grad and gradient is not None:
+            is_sum = gradient.data_ptr() != parameter.main_grad.data_ptr()
+            if is_sum:  # autograd has added the gradient of another use
+                parameter.main_grad.copy_(gradient)
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "

@@ -92,14 +92,16 @@ def make_optimizer(model, config) -> Optimizer:
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     of_muon = set(matrices)
     parameters = [parameter for parameter in parallel.local_parameters(model) if parameter not in of_muon]
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay},
+              {"params": not_decayed, "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
-    fast_adam = None
-    if parameters[0].is_cuda and not recipes.IS_REFERENCE:
+    is_fast = parameters[0].is_cuda and not recipes.IS_REFERENCE
+    if is_fast:
         from fast_kernels.adam import FastAdam  # needs Triton
-        adamw = fast_adam = FastAdam(groups, moment_dtype=moments, **options)
+        adamw = FastAdam(groups, moment_dtype=moments, **options)
     else:
         adamw = recipes.te.optimizers.FusedAdam(
             groups, adam_w_mode=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
@@ -107,8 +109,9 @@ def make_optimizer(model, config) -> Optimizer:
             master_weight_dtype=torch.float32, **options)
     if matrices:
         from nanote.muon import Muon
-        return Optimizer(model, Muon(matrices, lr=config.lr, weight_decay=config.weight_decay), adamw)
-    return Optimizer(model, adamw, fast_adam=fast_adam)
+        muon = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
+        return Optimizer(model, muon, adamw)
+    return Optimizer(model, adamw, fast_adam=adamw if is_fast else None)
 
 
 def matrices_of_blocks(model) -> list:

@@ -23,7 +23,7 @@ from nanote import parallel
 class DividedUpdate:
     """FastAdam's update of the parameters in `buckets`, divided among the ranks.
 
-    It stands between the gradients and the optimizer, and neither knows of it: `send` takes the place of a
+    It stands between the gradients and FastAdam, which know nothing of it: `send` takes the place of a
     bucket's all-reduce, `gradient_norm` and `step` that of FastAdam's. Call `connect` first.
     """
 
@@ -32,8 +32,9 @@ class DividedUpdate:
         self.fast_adam, self.buckets = fast_adam, buckets
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.is_summed = False  # whether this rank's part of the gradients is summed over ranks
-        # A rank receives its parts of all buckets, one after the other, in a row for each other rank.
-        self.columns, self.width = {}, 0  # {bucket: where its part starts in a row}, in elements; of a row
+        # Each rank receives gradients in a row for each other rank: its parts of all buckets, side by side.
+        self.columns = {}  # {bucket: where its part starts in a row}
+        self.width = 0  # of a row, in elements
         for bucket in buckets:
             self.columns[bucket] = self.width
             self.width += bucket.part_size(self.ranks)
@@ -56,8 +57,8 @@ class DividedUpdate:
         """Return why the update cannot be divided, as this rank sees it; "" if it can."""
         if self.fast_adam is None:
             return "only FastAdam can divide the update"
-        parameters = [parameter for bucket in self.buckets for parameter in bucket.offsets]
-        if len({parameter.dtype for parameter in parameters}) > 1:
+        dtypes = {parameter.dtype for bucket in self.buckets for parameter in bucket.offsets}
+        if len(dtypes) > 1:
             return "the parameters have several dtypes"
         if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != self.ranks:
             return "torchrun has not started all processes on one machine"
@@ -66,7 +67,7 @@ class DividedUpdate:
         no_access = "the GPUs cannot access each other's memory"
         if torch.cuda.device_count() < self.ranks:
             return no_access
-        device = parameters[0].device
+        device = self.buckets[0].buffer.device
         for other in range(self.ranks):
             if other != device.index and not torch.cuda.can_device_access_peer(device, other):
                 return no_access
@@ -93,6 +94,7 @@ class DividedUpdate:
             self.received_by[other] = memory.view(self.ranks - 1, self.width)
 
     def _move_parameters(self) -> None:
+        """Move the parameters to the memory that other ranks write to."""
         sizes = [bucket.size for bucket in self.buckets]
         for bucket, weights in zip(self.buckets, self.weights.split(sizes)):
             for parameter, start in bucket.offsets.items():
@@ -135,31 +137,33 @@ class DividedUpdate:
         """Sum this rank's part of the gradients over all ranks; return the norm of all, (). Collective."""
         if self.is_summed:
             raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
-        self.is_summed = True
         self.barrier()  # the gradients of all ranks are there
         total = self.fast_adam.sum_of_squares()
         dist.all_reduce(total)
+        self.is_summed = True
         return total.sqrt()
 
     def step(self, grad_scale: torch.Tensor) -> None:
         """Update this rank's part of the parameters, here and on all other GPUs. Collective."""
         if not self.is_summed:
             raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
-        self.is_summed = False
         self.fast_adam.step(grad_scale=grad_scale)
+        self.is_summed = False
         self.barrier()  # the weights of all ranks are there
 
     def gather_state(self) -> None:
         """Copy each rank's parts of the optimizer state to all ranks. Collective."""
+        for bucket in self.buckets:
+            for parameter in bucket.offsets:
+                for tensor in self.fast_adam.state.get(parameter, {}).values():
+                    self._gather(tensor.view(-1), parameter, bucket)
+
+    def _gather(self, tensor, parameter, bucket) -> None:
         for rank in range(self.ranks):
-            for bucket in self.buckets:
-                for parameter in bucket.offsets:
-                    first, size = self.part_of(parameter, bucket, rank)
-                    if size == 0:
-                        continue
-                    for tensor in self.fast_adam.state.get(parameter, {}).values():
-                        part = tensor.view(-1)[first:first + size]
-                        dist.broadcast(part.view(torch.uint8), src=rank)  # NCCL has no 16-bit integers
+            first, size = self.part_of(parameter, bucket, rank)
+            if size > 0:
+                part = tensor[first:first + size]
+                dist.broadcast(part.view(torch.uint8), src=rank)  # as bytes: NCCL has no 16-bit integers
 
 
 def failure_on_any_rank(share) -> str:
