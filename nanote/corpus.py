@@ -13,7 +13,6 @@ import pyarrow
 
 from nanote.config import in_a_line
 
-LONGEST_LINE = 1 << 28  # bytes, in a compressed file of rows: `datasets` holds a line in memory
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -88,9 +87,6 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
-        for file in data_files or ():
-            if os.path.isfile(file) and file.endswith((".gz", ".zst")):
-                check_lines(file)
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
             rows = saved_rows(datasets.load_from_disk(path), split, data_files, options.get("name"))
         else:
@@ -122,14 +118,6 @@ def saved_rows(saved, split, data_files, subset):
     if split not in saved:
         raise ValueError(f"no split {split!r} in {', '.join(saved)}; name one with --split")
     return saved[split]
-
-
-def check_lines(path):
-    """Raise ValueError for a line that does not fit in memory: 3 GB may compress to 3 MB."""
-    with io.BufferedReader(pyarrow.input_stream(path)) as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
 
 
 def stdlib_files(*skipped):

@@ -1,7 +1,6 @@
 """Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
 import hashlib
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -56,9 +55,6 @@ class HfTokenizer(Tokenizer):
         self.folder, path = Path(os.path.abspath(folder)), Path(os.path.abspath(folder), "tokenizer.json")
         try:
             raw = path.read_bytes()
-            steps = json.loads(raw)
-            if expansion([steps.get("normalizer"), steps.get("pre_tokenizer")]) > 64:  # Llama 3's: 4
-                raise ValueError("its normalizer or pre_tokenizer may make over 64 characters of one")
             self.encoding = tokenizers.Tokenizer.from_buffer(raw)
             self.encoding.no_truncation()
             self.encoding.no_padding()
@@ -112,17 +108,6 @@ class HfTokenizer(Tokenizer):
         if text is None:
             raise KeyError(token)
         return text.encode() if token in self.added else bytes(self.byte_of[character] for character in text)
-
-
-def expansion(step):
-    """Return how many characters a normalizer or pre-tokenizer (its JSON) makes of one, at most."""
-    if not isinstance(step, dict):
-        return math.prod(map(expansion, step)) if isinstance(step, list) else 1
-    factor = {"ByteLevel": 4, "Precompiled": 20}.get(step.get("type"), 1)  # of UTF-8; of NFKC
-    if "content" in step:  # Replace; a regular expression may match nothing
-        length = len(step["pattern"].get("String", ""))
-        factor = max(1, len(step["content"]) / length) if length else 1 + len(step["content"])
-    return factor * expansion([*step.values()])
 
 
 def byte_characters():

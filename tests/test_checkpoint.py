@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from nanote import checkpoint, ddp, models, recipes
+from nanote import checkpoint, ddp, models, recipes, training_state
 from nanote.config import TrainConfig
 from nanote.optimizers import make_optimizer
 from trainer_tools import fork_ranks, largest_file, sign
@@ -118,8 +118,8 @@ def test_remainders_restore_masters_bit_for_bit():
     """Which only optimizers on a GPU keep."""
     bits = torch.randint(-2**31, 2**31 - 1, (100_000,), dtype=torch.int64).int()
     master = bits.view(torch.float32)[bits.view(torch.float32).isfinite()]
-    weight, remainder = checkpoint.split_remainder(master)
-    joined = checkpoint.join_remainder(weight, remainder)
+    weight, remainder = training_state.split_remainder(master)
+    joined = training_state.join_remainder(weight, remainder)
     assert torch.equal(joined.view(torch.int32), master.view(torch.int32)) and remainder.dtype == torch.int16
     nearest = (weight.float() - master).abs() <= (master.bfloat16().float() - master).abs()
     assert nearest.all(), "the weight is the rounded master"
