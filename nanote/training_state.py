@@ -138,13 +138,14 @@ def shard_offsets(parameter: DTensor) -> list[int]:
 def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
     """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model.
 
-    A weight that has a float32 master becomes the master, rounded to the model's dtype: what is stored is rounded
-    to BF16, or to FP8 by version 0.2 with --fp8-param.
+    A weight that has a float32 master becomes the master, rounded to the model's dtype. The stored weight is
+    rounded to BF16, and in a run of version 0.2 with --fp8-param to FP8.
     """
     for name, weight in weights_of(model).items():
-        own_part = parallel.local_part(weight)
-        master = stored.get(f"optimizer.{name}.master_param")
-        own_part.copy_(stored[f"model.{name}"] if master is None else master)
+        source = stored.get(f"optimizer.{name}.master_param")
+        if source is None:
+            source = stored[f"model.{name}"]
+        parallel.local_part(weight).copy_(source)
 
 
 def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_groups=()) -> None:
