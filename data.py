@@ -78,11 +78,13 @@ class Tokens:
 
 def main(argv=None):
     options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
-    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
-    if not isinstance(options, Tokens):
+    arguments = sys.argv[1:] if argv is None else argv
+    source = f"{' '.join(arguments)} (Python {sys.version.split()[0]})"
+    if isinstance(options, Tokens):
+        out_dir, meta = convert(options, source)
+    else:
         require_at_least(1, options, "num_workers")
-    write = convert if isinstance(options, Tokens) else tokenize
-    out_dir, meta = write(options, source)
+        out_dir, meta = tokenize(options, source)
     for reason, count in sorted(meta.get("left_out", {}).items()):
         print(f"left out: {count:,} {reason}")
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
@@ -92,7 +94,8 @@ def main(argv=None):
 def tokenize(options, source):
     """Write the token files of a corpus. Return their folder and meta.json."""
     from nanote import corpus, tokens  # not above: --help is quick
-    left_out, name = Counter(), type(options).__name__.lower()
+    left_out = Counter()
+    name = type(options).__name__.lower()
     if isinstance(options, Packages):
         from tools.packages import package_documents
         documents = package_documents(left_out)
@@ -109,12 +112,15 @@ def tokenize(options, source):
         documents = corpus.text_documents(options.files, columns, left_out)
         if len(options.files) == 1:
             name = Path(options.files[0]).resolve().name.split(".")[0]
-    tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
-    out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
-    return out_dir, tokens.write_tokens(
+    if options.tokenizer != "byte":
+        tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
+        name = f"{name}-{tokenizer}"
+    out_dir = options.out_dir or f"data/{name}"
+    meta = tokens.write_tokens(
         documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
         force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
         answers_only=isinstance(options, Sft))
+    return out_dir, meta
 
 
 def convert(options, source):
@@ -127,22 +133,35 @@ def convert(options, source):
     *train, val = [foreign_tokens(path, encoder) for path in options.files]
     counts = {"documents": 0, "train_tokens": sum(map(len, train)), "val_tokens": len(val)}
     with tokens.new_folder(out_dir, options.force) as folder:
+        for ids in train:
+            append_tokens(folder / "train.bin", ids)
+        append_tokens(folder / "val.bin", val)
         for ids in (*train, val):
-            with open(folder / ("val.bin" if ids is val else "train.bin"), "ab") as file:
-                ids.tofile(file)
             for part in np.array_split(ids, 1 + len(ids) // 2**24):  # a mask of all may not fit in memory
                 counts["documents"] += int((part == encoder.eot).sum())
-        return out_dir, tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
+        meta = tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
+    return out_dir, meta
+
+
+def append_tokens(path, ids):
+    with open(path, "ab") as file:
+        ids.tofile(file)
 
 
 def foreign_tokens(path, encoder):
     """Return the uint16 tokens of a file with modded-nanogpt's header, or nanoGPT's without one."""
     header = np.fromfile(path, "<i4", 256)  # a magic number, the version, the number of tokens, zeros
-    has_header = len(header) == 256 and header[0] == 20240520
-    size = Path(path).stat().st_size - header.nbytes * has_header
-    if not size or size != 2 * (header[2] if has_header else size // 2):
-        raise ValueError(f"{path}: {size} bytes, empty, truncated or not uint16 tokens; copy it again")
-    tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
+    size = Path(path).stat().st_size
+    start = 0  # of the tokens, in bytes
+    if len(header) == 256 and header[0] == 20240520:
+        start = header.nbytes
+        is_whole = size - start == 2 * int(header[2])
+    else:
+        is_whole = size % 2 == 0
+    if size == start or not is_whole:
+        raise ValueError(f"{path}: {size - start} bytes, empty, truncated or not uint16 tokens; copy it "
+                         "again")
+    tokens = np.memmap(path, "<u2", "r", offset=start)
     if tokens.max() >= encoder.vocab_size:
         raise ValueError(f"{path}: holds the token {tokens.max()}, but {encoder.name} has "
                          f"{encoder.vocab_size:,}; name the tokenizer that made the file")

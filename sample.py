@@ -62,23 +62,27 @@ def chat(model, tokenizer, max_new_tokens, **sampling):
                          "import a Hugging Face model that has one")
     import transformers  # slow to import
 
-    template, turns = transformers.AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True), []
+    template = transformers.AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
     if not template.chat_template:
         raise ValueError(f"--chat: {tokenizer.folder} has no chat template; pass --prompt")
     question = "> " if sys.stdin.isatty() else ""
+    characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+    turns = []
+
+    def show(token):
+        print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
+
     print(question, end="", flush=True)
-    for line in filter(str.strip, sys.stdin):
+    for line in sys.stdin:
+        if not line.strip():
+            continue
         turns.append({"role": "user", "content": line.strip()})
         text = template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode_bytes(text.encode(), special_tokens=True).tolist()
-        characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-
-        def show(token):
-            print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
-
         answer = generate(model, ids, max_new_tokens, stop=tokenizer.stop_tokens, on_token=show, **sampling)
         turns.append({"role": "assistant", "content": tokenizer.decode(answer)})
-        print(f"{characters.decode(b'', final=True)}\n{question}", end="", flush=True)
+        rest = characters.decode(b"", final=True)  # of a character that has no end
+        print(f"{rest}\n{question}", end="", flush=True)
 
 
 @torch.no_grad()
@@ -89,28 +93,42 @@ def score(model, tokenizer, path, pack_documents=False):
     text, if there is one, and end-of-text lies between two; without one, end-of-text is the first token, too.
     Each token after the first is scored once, in windows of n_positions tokens that do not overlap.
     """
-    documents = list(filter(None, map("".join, text_documents([path], ["text"], Counter()))))
-    size = sum(len(document.encode()) for document in documents)
-    before = [tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos]
-    tokens = [token for document in documents for token in (*before, *tokenizer.encode(document))]
-    tokens = tokens[len(before) - 1:]
-    if not size:
+    tokens, size = read_tokens(path, tokenizer)
+    if size == 0:
         raise ValueError(f"{path}: holds no text; name a file that does")
-    limit, device, total = model.config.n_positions, next(model.parameters()).device, 0.0
+    limit = model.config.n_positions
+    device = next(model.parameters()).device
+    total = 0.0
     if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time
         chunked_loss.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
     for start in range(0, len(tokens) - 1, limit):
         ids = torch.tensor([tokens[start:start + limit + 1]], device=device)
-        inputs, packing = ids[:, :-1], {}
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        packing = {}
         if pack_documents:
             end = torch.tensor([inputs.numel()], device=device)
             packing["cu_seqlens"] = torch.cat([document_starts(inputs, tokenizer.start), end]).to(torch.int32)
-        total += model(inputs, ids[:, 1:], **packing).item() * inputs.numel()
+        total += model(inputs, labels, **packing).item() * inputs.numel()
     if not math.isfinite(total):
         raise ValueError("the model's loss is not finite: its weights diverged; take an earlier checkpoint")
     count = len(tokens) - 1
     return (f"{path}: {total / count:.4f} nats a token, {total / math.log(2) / size:.4f} bits a byte "
             f"({count:,} tokens, {size:,} bytes)")
+
+
+def read_tokens(path, tokenizer):
+    """Return the tokens of a file, a list, and how many bytes of text it holds. See `score`."""
+    before = [tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos]
+    tokens = []
+    size = 0
+    for pieces in text_documents([path], ["text"], Counter()):
+        document = "".join(pieces)
+        if document:
+            tokens += [*before, *tokenizer.encode(document)]
+            size += len(document.encode())
+    if tokenizer.bos is not None:
+        tokens = tokens[1:]  # no document ends before the first one
+    return tokens, size
 
 
 def main(argv=None):
@@ -129,8 +147,10 @@ def main(argv=None):
         return
     ids = [tokenizer.start, *tokenizer.encode(options.prompt)]
     for number in range(options.num_samples):
+        if number > 0:
+            print("\n---")
         new = generate(model, ids, options.max_new_tokens, stop=tokenizer.stop_tokens, **sampling)
-        print(("\n---\n" if number else "") + options.prompt + tokenizer.decode(new))
+        print(options.prompt + tokenizer.decode(new))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 - `Rows`: a list of measurements, printed and written to its file after each one. Running a study again
   replaces only the rows that it measures again.
-- `write_report`: one document with the machine, versions, date and command beside the figures.
+- `write_report`: one document with the machine, versions, date, command and commit beside the figures.
 - `markdown`: a table.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,8 +75,32 @@ def cpu_name() -> str:
     return platform.machine()
 
 
+def commit() -> str | None:
+    """Return the commit of this checkout, ending in "-dirty" if a tracked file was changed; None without git.
+
+    The environment variable NANOTE_COMMIT names it where the checkout is a copy without its history.
+    """
+    if name := os.environ.get("NANOTE_COMMIT"):
+        return name
+    head = git("rev-parse", "HEAD")
+    if head is None:
+        return None
+    is_changed = git("status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if is_changed else head
+
+
+def git(*arguments: str) -> str | None:
+    """Return what git prints in this checkout, None if it fails or is not installed."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def write_report(program, argv, figures, path=None) -> dict:
-    """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
+    """Return `figures` with machine, versions, date, command and commit before them; write it to `path` if
+    given."""
     result = {
         "machine": recipes.describe(),
         "cpu": cpu_name(),
@@ -83,6 +108,7 @@ def write_report(program, argv, figures, path=None) -> dict:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "command": command_line(program, argv),
+        "commit": commit(),
         **figures,
     }
     if path:
@@ -94,8 +120,8 @@ class Rows(list):
     """Measured rows, printed and kept in a JSON file (path, or None) that is rewritten after each one.
 
     A new row replaces an earlier one with the same values of `keys`. Every row records the GPU, driver,
-    versions, date and command that it was measured with. ValueError if the file holds something else, or GPU
-    measurements while there is no GPU.
+    versions, date, command and commit that it was measured with. ValueError if the file holds something else,
+    or GPU measurements while there is no GPU.
     """
 
     def __init__(self, path, keys, program, argv):
@@ -108,6 +134,7 @@ class Rows(list):
             "te": "te_reference" if recipes.IS_REFERENCE else recipes.TE_VERSION,
             "date": datetime.date.today().isoformat(),
             "command": command_line(program, argv),
+            "commit": commit(),
         }
         check_output(path)
         try:

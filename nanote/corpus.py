@@ -13,44 +13,53 @@ import pyarrow
 
 from nanote.config import in_a_line
 
-LONGEST_LINE = 1 << 28  # bytes, in a compressed file of rows: `datasets` holds a line in memory
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def text_documents(paths, columns, left_out):
     """Yield a document per text file, and per row (its `columns`) of files of BUILDERS and of datasets saved
-    by save_to_disk; also in folders."""
+    by save_to_disk; also in folders, where files that cannot be read are counted in `left_out`."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
-        for file in sources_below(path) if os.path.isdir(path) else [path]:
-            builder = BUILDERS.get(Path(file.removesuffix(".gz").removesuffix(".zst")).suffix)
+        if not os.path.isdir(path):
+            yield from documents_of(path, columns, left_out)
+            continue
+        for source in sources_below(path):
             try:
-                if os.path.isdir(file):
-                    yield from dataset_documents(file, columns, left_out)
-                elif builder and os.path.getsize(file):  # `datasets` refuses an empty file
-                    yield from dataset_documents(builder, columns, left_out, [file], streaming=True)
-                elif len(columns) > 1:
-                    raise ValueError(f"{file}: holds no rows; name .jsonl, .json, .csv or .parquet files")
-                else:
-                    pieces = text_pieces(file)
-                    yield chain([next(pieces, "")], pieces)  # the first one shows most binary files
+                yield from documents_of(source, columns, left_out)
             except ValueError:
-                if file == path:
+                if source == path:  # a saved dataset that the user has named
                     raise
                 left_out[f"files that are damaged, or no UTF-8 text, or have no column {columns[0]!r}"] += 1
+
+
+def documents_of(path, columns, left_out):
+    """Yield the documents of a file, or of the folder of a dataset saved by save_to_disk."""
+    if os.path.isdir(path):
+        yield from dataset_documents(path, columns, left_out)
+        return
+    suffix = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+    if suffix in BUILDERS and os.path.getsize(path) > 0:  # `datasets` refuses an empty file
+        yield from dataset_documents(BUILDERS[suffix], columns, left_out, [path], streaming=True)
+    elif len(columns) > 1:
+        raise ValueError(f"{path}: holds no rows; name .jsonl, .json, .csv or .parquet files")
+    else:
+        pieces = text_pieces(path)
+        first = next(pieces, "")  # raises for most binary files, before a document begins
+        yield chain([first], pieces)
 
 
 def sources_below(folder):
     """Return the paths of the files below a folder; of a dataset saved by save_to_disk, its folder."""
     os.listdir(folder)  # PermissionError if it cannot be read, which os.walk ignores
     files = files_below(folder)
-    saved = {parent for parent in map(os.path.dirname, files) if is_saved_dataset(parent)}
-    splits = {os.path.dirname(parent) for parent in saved}  # a DatasetDict names them in dataset_dict.json
-    metadata = {os.path.join(parent, "dataset_dict.json") for parent in splits}
-    others = [file for file in files if os.path.dirname(file) not in saved and file not in metadata]
-    return sorted([*saved, *others])
+    datasets = {parent for parent in map(os.path.dirname, files) if is_saved_dataset(parent)}
+    # a DatasetDict has its splits in folders, and their names in dataset_dict.json beside them
+    metadata = {os.path.join(os.path.dirname(dataset), "dataset_dict.json") for dataset in datasets}
+    others = [file for file in files if os.path.dirname(file) not in datasets and file not in metadata]
+    return sorted([*datasets, *others])
 
 
 def is_saved_dataset(folder):
@@ -88,27 +97,30 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
-        for file in data_files or ():
-            if os.path.isfile(file) and file.endswith((".gz", ".zst")):
-                check_lines(file)
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
             rows = saved_rows(datasets.load_from_disk(path), split, data_files, options.get("name"))
         else:
             rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
-        for batch in rows.iter(1000):
-            if missing := [name for name in columns if name not in batch]:
-                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with --column")
-            for texts in zip(*(batch[name] for name in columns)):
-                if not all(texts):
-                    left_out["rows without text"] += 1
-                    continue
-                for name, text in zip(columns, texts):
-                    if not isinstance(text, str):
-                        raise ValueError(f"column {name!r} holds {str(text)[:40]}, not text; name another")
-                yield list(texts)
+        yield from row_documents(rows, columns, left_out)
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         where = ", ".join(data_files or [path])
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
+
+
+def row_documents(rows, columns, left_out):
+    """Yield the texts in `columns` of each row of a dataset."""
+    for batch in rows.iter(1000):
+        for name in columns:
+            if name not in batch:
+                raise ValueError(f"no column {name!r} in {', '.join(batch)}; name one with --column")
+        for texts in zip(*[batch[name] for name in columns]):
+            if not all(texts):
+                left_out["rows without text"] += 1
+                continue
+            for name, text in zip(columns, texts):
+                if not isinstance(text, str):
+                    raise ValueError(f"column {name!r} holds {str(text)[:40]}, not text; name another")
+            yield list(texts)
 
 
 def saved_rows(saved, split, data_files, subset):
@@ -124,15 +136,8 @@ def saved_rows(saved, split, data_files, subset):
     return saved[split]
 
 
-def check_lines(path):
-    """Raise ValueError for a line that does not fit in memory: 3 GB may compress to 3 MB."""
-    with io.BufferedReader(pyarrow.input_stream(path)) as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
-
-
 def stdlib_files(*skipped):
-    """Return the files of the running Python's standard library, without the folders `skipped`."""
+    """Return the paths of the running Python's standard library, without the folders `skipped`."""
     folder = sysconfig.get_paths()["stdlib"]
-    return map(Path, files_below(folder, ("site-packages", "dist-packages", "__pycache__", *skipped)))
+    files = files_below(folder, ("site-packages", "dist-packages", "__pycache__", *skipped))
+    return [Path(file) for file in files]

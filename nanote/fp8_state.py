@@ -17,8 +17,6 @@ The state is that of each module's `fp8_meta`, on any engine: the tensors that i
 place. What else an engine keeps needs no restoring: FP8 copies of weights are written anew by the next step's
 first micro-batch, and the scales that a recomputation uses are taken in its own forward pass.
 """
-import operator
-
 import torch
 
 OUTLIER_FACTOR = 2.0**20  # a scale that falls by a larger factor within a step has met an outlier
@@ -37,9 +35,12 @@ class FP8State:
         self.modules = [(name, part) for name, part in model.named_modules() if hasattr(part, "fp8_meta")]
         self.sources = []  # recipes and states of the modules, from which the tensors were taken
         self.tensors = []  # all scales, then all histories, as the modules have them now
-        self.flat, self.parts = [], []  # the tensors, and their parts of `new`, all one-dimensional
-        self.saved = self.new = None  # the values of all tensors before the step, and after it
-        self.old_scales = self.new_scales = None  # the scales among these
+        self.flat = []  # the same memory, one-dimensional
+        self.saved = None  # the values of all tensors before the step, one after the other
+        self.new = None  # their values after the step, or again those before it
+        self.parts = []  # views of `new`, one for each tensor
+        self.old_scales = None  # the scales among `saved`
+        self.new_scales = None  # the scales among `new`
         self.steps = None  # () int32, counted by `restore`
         self.fell_at = None  # int32, for each scale the step in which it fell last; 0: it did not
 
@@ -69,18 +70,20 @@ class FP8State:
         first: ("blocks.0.mlp fc1_input", how many steps ago, rows of its history). Waits for the device."""
         if not self.tensors:
             return []
-        steps, *fell_at = torch.cat([self.steps.view(1), self.fell_at]).tolist()
+        steps, *fell_at = torch.cat([self.steps.view(1), self.fell_at]).tolist()  # one wait for both
         self.fell_at.zero_()
-        found = [(name, steps - step, rows) for (name, rows), step in zip(self._names(), fell_at) if step]
-        return sorted(found, key=lambda outlier: -outlier[1])
+        outliers = []
+        for (name, rows), step in zip(self._names(), fell_at):
+            if step > 0:
+                outliers.append((name, steps - step, rows))
+        return sorted(outliers, key=lambda outlier: outlier[1], reverse=True)
 
     def _states(self):
         """Yield (module's name, module, direction, state) of the modules that have scales."""
         for name, module in self.modules:
             meta = module.fp8_meta
-            recipe = meta.get("recipe")
             has_weights = next(module.parameters(), None) is not None
-            if not has_weights and not getattr(recipe, "fp8_dpa", False):
+            if not has_weights and not getattr(meta.get("recipe"), "fp8_dpa", False):
                 continue  # TE's attention has scales, which it uses only with fp8_dpa
             for direction in TENSORS:
                 state = meta.get(direction)
@@ -91,11 +94,13 @@ class FP8State:
         """Return ("blocks.0.mlp fc1_input", rows of its history) of each scale."""
         names = []
         for name, module, direction, state in self._states():
-            kinds = TENSORS[direction]
-            for slot in range(len(state.scale)):
-                gemm, kind = divmod(slot, len(kinds))
-                prefix = f"fc{gemm + 1}_" if hasattr(module, "fc2_weight") else ""
-                names.append((f"{name} {prefix}{kinds[kind]}", len(state.amax_history)))
+            kinds = TENSORS[direction]  # of one GEMM
+            is_mlp = hasattr(module, "fc2_weight")
+            for index in range(len(state.scale)):
+                gemm = index // len(kinds)
+                kind = kinds[index % len(kinds)]
+                tensor = f"fc{gemm + 1}_{kind}" if is_mlp else kind
+                names.append((f"{name} {tensor}", len(state.amax_history)))
         return names
 
     def _sources(self) -> list:
@@ -106,31 +111,47 @@ class FP8State:
             objects.append(meta.get("recipe"))
             for direction in TENSORS:
                 state = meta.get(direction)
-                objects += state, getattr(state, "amax_history", None)
+                objects.append(state)
+                objects.append(getattr(state, "amax_history", None))
         return objects
 
     def _refresh(self) -> None:
-        """Collect the tensors again if they changed: on their creation, or for another recipe.
-
-        A tensor that was created within the step has no value from before it: `saved` gets the initial one, 1
-        for a scale and 0 for a history."""
+        """Collect the tensors again if they changed: on their creation, or for another recipe."""
         sources = self._sources()
-        if len(sources) == len(self.sources) and all(map(operator.is_, sources, self.sources)):
+        if are_identical(sources, self.sources):
             return
         self.sources = sources
+        saved_before = self._saved_values()
         states = [state for *_, state in self._states()]
-        tensors = [state.scale for state in states] + [state.amax_history for state in states]
-        sizes = [tensor.numel() for tensor in self.tensors]
-        before = dict(zip(map(id, self.tensors), self.saved.split(sizes) if sizes else ()))
-        self.tensors, self.flat = tensors, [tensor.view(-1) for tensor in tensors]
-        if not tensors:
+        scales = [state.scale for state in states]
+        histories = [state.amax_history for state in states]
+        self.tensors = scales + histories
+        self.flat = [tensor.view(-1) for tensor in self.tensors]
+        if not self.tensors:
             return
-        initial = [torch.ones_like(own) for own in self.flat[:len(states)]]
-        initial += [torch.zeros_like(own) for own in self.flat[len(states):]]
-        self.saved = torch.cat([before.get(id(own), value) for own, value in zip(tensors, initial)])
+        # a tensor that was created within the step has no value from before it: take its initial one
+        initial = [torch.ones_like(scale).view(-1) for scale in scales]
+        initial += [torch.zeros_like(history).view(-1) for history in histories]
+        saved = [saved_before.get(id(tensor), value) for tensor, value in zip(self.tensors, initial)]
+        self.saved = torch.cat(saved)
         self.new = torch.empty_like(self.saved)
-        self.parts = self.new.split([own.numel() for own in self.flat])
-        count = sum(state.scale.numel() for state in states)
-        self.old_scales, self.new_scales = self.saved[:count], self.new[:count]
+        self.parts = self.new.split([flat.numel() for flat in self.flat])
+        count = sum(scale.numel() for scale in scales)
+        self.old_scales = self.saved[:count]
+        self.new_scales = self.new[:count]
         self.steps = torch.zeros((), dtype=torch.int32, device=self.saved.device)
         self.fell_at = torch.zeros(count, dtype=torch.int32, device=self.saved.device)
+
+    def _saved_values(self) -> dict[int, torch.Tensor]:
+        """Return {id of a tensor: its values before the step}."""
+        if not self.tensors:
+            return {}
+        values = self.saved.split([tensor.numel() for tensor in self.tensors])
+        return {id(tensor): value for tensor, value in zip(self.tensors, values)}
+
+
+def are_identical(objects: list, others: list) -> bool:
+    """Return whether two lists have the same objects, not only equal ones."""
+    if len(objects) != len(others):
+        return False
+    return all(one is other for one, other in zip(objects, others))

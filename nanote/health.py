@@ -29,7 +29,8 @@ CHUNK = 2**24  # values processed at a time: float32 copies of the logits' gradi
 @contextmanager
 def watch(model):
     """Record statistics of every module that runs in FP8; `health(model)` returns them afterwards."""
-    handles, seen = [], {}  # {(name, module): {tensor: statistics}}
+    handles = []  # of hooks
+    seen = {}  # {(name, module): {tensor: statistics}}
     for name, module in model.named_modules():
         if hasattr(module, "fp8_meta") and _gemms(module):
             handles.append(module.register_forward_hook(partial(_record, seen, handles, name)))
@@ -42,9 +43,7 @@ def watch(model):
     for (name, module), tensors in seen.items():
         if "fc1_output_gradient" in tensors:  # its amax is known only after the backward pass
             tensors["fc1_output_gradient"]["amax"] = _delayed(module, "fc1_output_gradient")["amax"]
-        model.fp8_health[name] = {
-            tensor: {key: None if value is None else float(value) for key, value in statistics.items()}
-            for tensor, statistics in tensors.items()}
+        model.fp8_health[name] = {tensor: as_numbers(statistics) for tensor, statistics in tensors.items()}
 
 
 def health(model) -> dict:
@@ -52,13 +51,22 @@ def health(model) -> dict:
     return getattr(model, "fp8_health", {})
 
 
+def as_numbers(statistics: dict) -> dict:
+    """Return statistics as Python numbers. Waits for the device."""
+    return {name: None if value is None else float(value) for name, value in statistics.items()}
+
+
 def _gemms(module) -> dict:
     """Return {prefix: weights} of each GEMM: prefixes fc1_ and fc2_ for an MLP, "" otherwise."""
-    weights = {name: p for name, p in module.named_parameters(recurse=False)
-               if name.endswith("weight") and name != "layer_norm_weight"}
+    weights = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.endswith("weight") and name != "layer_norm_weight":
+            weights[name] = parameter
     if "fc1_weight" in weights:
         return {"fc1_": [weights["fc1_weight"]], "fc2_": [weights["fc2_weight"]]}
-    return {"": list(weights.values())} if weights else {}  # several: Q, K and V of one GEMM
+    if not weights:
+        return {}
+    return {"": list(weights.values())}  # several: Q, K and V of one GEMM
 
 
 def count_gemms(model, has_run: bool) -> tuple[int, int]:
@@ -66,31 +74,43 @@ def count_gemms(model, has_run: bool) -> tuple[int, int]:
     forward pass; else by the config, which must be that of one of the kit's files."""
     in_fp8 = total = 0
     for name, module in model.named_modules():
-        has_state = hasattr(module, "fp8_meta")
-        count = len(_gemms(module)) if has_state else int(isinstance(module, torch.nn.Linear))
         if not any(parameter.dim() == 2 for parameter in module.parameters(recurse=False)):
             continue  # a norm
-        total += count
-        if has_state and (module.fp8_meta["fp8_checkpoint"] if has_run else _is_fp8_chosen(model, name)):
-            in_fp8 += count
+        if hasattr(module, "fp8_meta"):
+            count = len(_gemms(module))
+            total += count
+            runs_in_fp8 = module.fp8_meta["fp8_checkpoint"] if has_run else _is_fp8_chosen(model, name)
+            if runs_in_fp8:
+                in_fp8 += count
+        elif isinstance(module, torch.nn.Linear):
+            total += 1
     return in_fp8, total
 
 
 def _is_fp8_chosen(model, name: str) -> bool:
     """Return whether the config runs the GEMMs of blocks.N.… or lm_head in FP8."""
-    config, (first, *others) = model.config, name.split(".")
-    return config.use_fp8 and (config.in_fp8(int(others[0])) if first == "blocks" else config.fp8_lm_head)
+    config = model.config
+    if not config.use_fp8:
+        return False
+    first, *others = name.split(".")
+    return config.in_fp8(int(others[0])) if first == "blocks" else config.fp8_lm_head
 
 
 def _delayed(module, tensor: str) -> dict:
-    """Return the newest amax and the scale of a tensor under delayed scaling. TE's order in fp8_meta is
-    input, weight, output of each GEMM in the forward pass; output gradient, input gradient in backward. The
-    newest amax is in row 0 of the history; after an update of scales, in the last."""
-    gemm, is_gradient = int(tensor.startswith("fc2_")), tensor.endswith("gradient")
-    state = module.fp8_meta["scaling_bwd" if is_gradient else "scaling_fwd"]
-    index = 2 * gemm if is_gradient else 3 * gemm + tensor.endswith("weight")
+    """Return the newest amax and the scale of a tensor under delayed scaling.
+
+    TE's order in fp8_meta is input, weight, output of each GEMM in the forward pass; output gradient, input
+    gradient in the backward pass.
+    """
+    gemm = 1 if tensor.startswith("fc2_") else 0
+    if tensor.endswith("gradient"):
+        state = module.fp8_meta["scaling_bwd"]
+        index = 2 * gemm
+    else:
+        state = module.fp8_meta["scaling_fwd"]
+        index = 3 * gemm + (1 if tensor.endswith("weight") else 0)
     history = state.amax_history[:, index]
-    amax = torch.where(history[0] != 0, history[0], history[-1])
+    amax = torch.where(history[0] != 0, history[0], history[-1])  # after an update of scales, in the last row
     return {"amax": amax, "scale": state.scale[index].clone(), "saturated": None, "flushed": None}
 
 
@@ -100,7 +120,9 @@ def _record(seen, handles, name, module, args, output):
     if not module.fp8_meta.get("fp8_checkpoint"):  # this module does not run in FP8
         return
     gemms = _gemms(module)
-    first, last = list(gemms)[0], list(gemms)[-1]
+    prefixes = list(gemms)
+    first, last = prefixes[0], prefixes[-1]
+    # between the two GEMMs of an MLP no hook sees a tensor, but delayed scaling has its amax
     has_unseen = last != first and module.fp8_meta["recipe"].delayed()
     if (name, module) not in seen:  # gradient checkpointing runs this again, after the scales were updated
         tensors = seen[name, module] = {}
@@ -127,7 +149,9 @@ def _normed(module, x):
     """Return the input of the GEMM: the output of a fused norm, in float32, or x itself."""
     if getattr(module, "layer_norm_weight", None) is None:
         return x
-    gamma = module.layer_norm_weight.float() + (1 if module.zero_centered_gamma else 0)
+    gamma = module.layer_norm_weight.float()
+    if module.zero_centered_gamma:
+        gamma = gamma + 1
     if module.normalization == "RMSNorm":
         return F.rms_norm(x.float(), x.shape[-1:], gamma, module.eps)
     return F.layer_norm(x.float(), x.shape[-1:], gamma, module.layer_norm_bias.float(), module.eps)
@@ -136,18 +160,21 @@ def _normed(module, x):
 @torch.no_grad()
 def _statistics(module, tensor: str, x) -> dict:
     """Return the statistics of x (any shape), the values of `tensor` before quantization."""
-    recipe, chunks = module.fp8_meta["recipe"], x.reshape(-1).split(CHUNK)
-    amax = torch.stack([c.abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float() for c in chunks]).amax()
-    if not (recipe.delayed() or recipe.float8_current_scaling()):
-        # with a scale per block nothing saturates; what a custom recipe does is unknown
-        return {"amax": amax, "scale": None, "saturated": None if recipe.custom() else 0.0, "flushed": None}
+    recipe = module.fp8_meta["recipe"]
+    chunks = x.reshape(-1).split(CHUNK)
+    amax = torch.stack([_amax(chunk) for chunk in chunks]).amax()
+    if recipe.custom():
+        return {"amax": amax, "scale": None, "saturated": None, "flushed": None}
+    if not (recipe.delayed() or recipe.float8_current_scaling()):  # a scale per block: nothing saturates
+        return {"amax": amax, "scale": None, "saturated": 0.0, "flushed": None}
     formats = recipe.fp8_format.value
     fp8_max = formats.max_bwd if tensor.endswith("gradient") else formats.max_fwd
     if recipe.delayed():
         scale = _delayed(module, tensor)["scale"]
     else:
         scale = torch.where((amax > 0) & amax.isfinite(), fp8_max / amax, 1.0)
-        scale = torch.exp2(scale.log2().floor()) if recipe.use_power_2_scales else scale
+        if recipe.use_power_2_scales:
+            scale = torch.exp2(scale.log2().floor())
     largest, smallest = LIMITS[fp8_max]
     saturated = flushed = nonzero = 0
     for chunk in chunks:
@@ -155,8 +182,16 @@ def _statistics(module, tensor: str, x) -> dict:
         saturated += (size > largest).sum()
         flushed += ((size <= smallest) & (chunk != 0)).sum()
         nonzero += (chunk != 0).sum()
-    saturated, flushed = saturated / x.numel(), flushed / nonzero.clamp(min=1)
-    return {"amax": amax, "scale": scale, "saturated": saturated, "flushed": flushed}
+    return {"amax": amax, "scale": scale, "saturated": saturated / x.numel(),
+            "flushed": flushed / nonzero.clamp(min=1)}
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value, (), float32, without NaN."""
+    return x.abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float()
+
+
+# ---------------------------------------------------------------- the picture
 
 
 def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid") -> None:
@@ -164,36 +199,64 @@ def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid")
     What is unknown, as with block scaling, is grey."""
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
-    gemms, cells = {}, []  # {name: row}, [(kind, row, column, quantities)]
-    for column, record in enumerate(records):
-        for module, tensors in record["health"].items():
-            for tensor, values in tensors.items():
-                kind = next(kind for kind in KINDS if tensor.endswith(kind))
-                row = gemms.setdefault(f"{module} {tensor.removesuffix(kind)}".rstrip("_ "), len(gemms))
-                cells.append((KINDS.index(kind), row, column, _quantities(values, kind, fp8_format)))
-    maps = torch.full((2, len(KINDS), len(gemms), len(records)), math.nan)
-    for kind, row, column, quantities in cells:
-        maps[:, kind, row, column] = torch.tensor(quantities)
-    styles = [("headroom (bits; red: saturated)", "RdBu", TwoSlopeNorm(0, -2, 6)),
-              ("flushed to zero (%)", "viridis", LogNorm(1e-3, 100))]
+    gemms, headroom, flushed = _maps(records, fp8_format)
     figure = Figure(figsize=(12, 1 + 2 * max(2.2, 0.17 * len(gemms))), layout="constrained")
     figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
     grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
-    for axes_row, (label, colors, norm), row_maps in zip(grid, styles, maps):
-        for axes, kind, values in zip(axes_row, KINDS, row_maps):
-            image = axes.imshow(values, cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
-            axes.set_facecolor("lightgrey")
-            axes.set_title(kind.replace("_", " "), fontsize=11)
-        figure.colorbar(image, ax=list(axes_row), label=label, extend="both")
-    ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
-    axes.set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
-    axes.set_yticks(range(len(gemms)), list(gemms), fontsize=9)
+    _draw_row(figure, grid[0], headroom, "headroom (bits; red: saturated)", cmap="RdBu",
+              norm=TwoSlopeNorm(vcenter=0, vmin=-2, vmax=6))
+    _draw_row(figure, grid[1], flushed, "flushed to zero (%)", cmap="viridis", norm=LogNorm(1e-3, 100))
+    every = (len(records) + 7) // 8  # at most eight ticks
+    ticks = range(0, len(records), every)
+    grid[1][-1].set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
+    grid[1][-1].set_yticks(range(len(gemms)), gemms, fontsize=9)
     figure.savefig(path, dpi=130)
 
 
-def _quantities(values: dict, kind: str, fp8_format: str) -> list[float]:
-    """Return headroom in bits and flushed in percent; NaN if unknown."""
-    fp8_max = 57344 if kind == "output_gradient" and fp8_format != "e4m3" else 448
-    used = values["amax"] * (values["scale"] or 0)
-    return [math.log2(fp8_max / used) if 0 < used < math.inf else math.nan,
-            math.nan if values["flushed"] is None else max(100 * values["flushed"], 1e-3)]  # log axis
+def _draw_row(figure, axes_row, maps, label: str, **colors) -> None:
+    """Draw the map of each kind of tensor, and one color bar."""
+    for axes, kind, values in zip(axes_row, KINDS, maps):
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", **colors)
+        axes.set_facecolor("lightgrey")
+        axes.set_title(kind.replace("_", " "), fontsize=11)
+    figure.colorbar(image, ax=list(axes_row), label=label, extend="both")
+
+
+def _maps(records: list[dict], fp8_format: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Return names of GEMMs, headroom and flushed share, both (kinds, GEMMs, steps), NaN where unknown."""
+    rows = {}  # {name of a GEMM: its row}
+    for record in records:
+        for module, tensors in record["health"].items():
+            for tensor in tensors:
+                name, _ = _gemm_and_kind(module, tensor)
+                rows.setdefault(name, len(rows))
+    headroom = torch.full((len(KINDS), len(rows), len(records)), math.nan)
+    flushed = headroom.clone()
+    for column, record in enumerate(records):
+        for module, tensors in record["health"].items():
+            for tensor, statistics in tensors.items():
+                name, kind = _gemm_and_kind(module, tensor)
+                cell = KINDS.index(kind), rows[name], column
+                headroom[cell] = _headroom(statistics, kind, fp8_format)
+                if statistics["flushed"] is not None:
+                    flushed[cell] = max(100 * statistics["flushed"], 1e-3)  # the axis is logarithmic
+    return list(rows), headroom, flushed
+
+
+def _gemm_and_kind(module: str, tensor: str) -> tuple[str, str]:
+    """Return ("blocks.0.mlp fc1", "input") for the tensor fc1_input of blocks.0.mlp."""
+    for kind in KINDS:
+        if tensor.endswith(kind):
+            prefix = tensor.removesuffix(kind).rstrip("_")
+            return f"{module} {prefix}".rstrip(), kind
+    raise ValueError(f"{tensor}: not a tensor of fp8_health.jsonl")
+
+
+def _headroom(statistics: dict, kind: str, fp8_format: str) -> float:
+    """Return the bits between amax and the largest value of the format; NaN if unknown."""
+    is_e5m2 = kind == "output_gradient" and fp8_format != "e4m3"
+    fp8_max = 57344 if is_e5m2 else 448
+    if statistics["scale"] is None:
+        return math.nan
+    largest = statistics["amax"] * statistics["scale"]
+    return math.log2(fp8_max / largest) if 0 < largest < math.inf else math.nan

@@ -35,9 +35,13 @@ def val_record(val_loss: float, meta: dict) -> dict:
 
 
 def describe_val_loss(val_loss: float, meta: dict) -> str:
+    """Return a validation loss with its unit and, if meta.json counts bytes, bits per byte."""
     unit = "nats a byte" if meta["tokenizer"] == "byte" else f"nats a token ({meta['tokenizer']})"
-    bits = val_record(val_loss, meta).get("val_bits_per_byte")
-    return f"validation loss {val_loss:.4f} {unit}" + (f", {bits:.4f} bits a byte" if bits else "")
+    line = f"validation loss {val_loss:.4f} {unit}"
+    record = val_record(val_loss, meta)
+    if "val_bits_per_byte" in record:
+        line += f", {record['val_bits_per_byte']:.4f} bits a byte"
+    return line
 
 
 def open_wandb(folder: str, options: dict):
@@ -65,14 +69,22 @@ class Log:
     def __init__(self, config, loader, first_step: int, skipped_before=()):
         """`loader`: has meta, device, ranks and tokens_per_step. skipped_before: steps that the run skipped
         before it was resumed."""
-        self.config, self.folder, self.loader, self.ranks = config, config.out_dir, loader, loader.ranks
-        self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
-        self.first_step, self.step = first_step, first_step - 1
+        self.config = config
+        self.folder = config.out_dir
+        self.loader = loader
+        self.ranks = loader.ranks
+        self.is_writer = self.ranks.rank == 0
+        self.flops = None  # of a token, if known
+        self.first_step = first_step
+        self.step = first_step - 1  # the last one that is done
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
-        self.without_labels = set()  # steps that changed nothing
-        self.skipped, self.finite = [], None  # steps; (loss, gradient norm) of the last that was not skipped
+        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
+        self.skipped = []  # steps
         self.skipped_before = list(skipped_before)
-        self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
+        self.without_labels = set()  # steps that changed nothing
+        self.seconds = 0.0  # of training, since the last `record`
+        self.steps = 0  # in these seconds
+        self.seconds_per_step = 0.0  # at the last `record`
         self.started = self.clock = time.perf_counter()
         self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
@@ -113,7 +125,8 @@ class Log:
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
         self.pending.append((step, loss, norm))
-        self.step, self.steps = step, self.steps + 1
+        self.step = step
+        self.steps += 1
         self.bar.update()
 
     def add_without_labels(self, step: int) -> None:
@@ -126,24 +139,32 @@ class Log:
     def read(self) -> None:
         """Wait for the device, and note the steps whose loss or gradient norm is not finite, which were
         skipped. Collective. Raises Diverged after too many of them."""
-        values = [torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending]
-        values = parallel.sum_over_ranks(torch.stack(values)).tolist() if values else []
         reason = ""
-        for (step, *_), (loss, norm) in zip(self.pending, values):
-            if math.isfinite(loss + norm):
+        for step, loss, norm in self._pending_values():
+            if math.isfinite(loss) and math.isfinite(norm):
                 self.finite = loss, norm
                 continue
             self.skipped.append(step)
-            count, reason = len(self.skipped), f"step {step}: loss {loss}, gradient norm {norm}"
-            if count > MAX_SKIPPED:
+            reason = f"step {step}: loss {loss}, gradient norm {norm}"
+            if len(self.skipped) > MAX_SKIPPED:
                 raise self._diverged(reason)
-            self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
+            self.say(f"{reason}: skipped ({len(self.skipped)} of {MAX_SKIPPED})")
         if reason and self.step == self.config.max_steps and self.finite is None:
             raise self._diverged(reason)
         self.pending.clear()
         self.seconds += time.perf_counter() - self.clock  # until `restart_clock`
 
+    def _pending_values(self) -> list[tuple[int, float, float]]:
+        """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
+        if not self.pending:
+            return []
+        # the sum over ranks: of a norm, which all ranks have, each gives its share
+        shares = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
+        values = parallel.sum_over_ranks(shares).tolist()
+        return [(step, loss, norm) for (step, _, _), (loss, norm) in zip(self.pending, values)]
+
     def _diverged(self, reason: str) -> Diverged:
+        """Return the error that ends the run, with the checkpoint to go back to."""
         good = checkpoint.last_good(self.folder, self.skipped[-1], self.all_skipped)
         before = len(self.skipped) - 1
         return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
@@ -153,12 +174,13 @@ class Log:
         updates: of a scale in a step."""
         if not self.is_writer or self.config.fp8_amax_compute_algo != "max":
             return
-        outliers = [outlier for outlier in fp8_state.outliers() if outlier[2] > 1]
+        outliers = [(name, ago, rows) for name, ago, rows in fp8_state.outliers() if rows > 1]
         if not outliers:
             return
         name, ago, rows = outliers[0]
         more = f" and {len(outliers) - 1} more" if len(outliers) > 1 else ""
-        steps = rows if name.endswith("weight") else math.ceil(rows / updates)  # weights are cast once a step
+        updates_a_step = 1 if name.endswith("weight") else updates  # weights are cast once a step
+        steps = math.ceil(rows / updates_a_step)
         self.say(f"step {step - ago}: the scale of {name}{more} fell by more than 2^20, and the amax history "
                  f"holds its new amax for {steps} steps; to forget an outlier sooner, --resume with "
                  "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
@@ -166,10 +188,14 @@ class Log:
     def record(self, step: int, lr: float) -> dict:
         """Return the line of metrics.jsonl; call `read` first. The loss is that of the last finite step; None
         if no step was finite yet, or if this one had no label."""
-        loss, norm = (None, None) if step in self.without_labels else self.finite or (None, None)
+        loss = norm = None
+        if self.finite is not None and step not in self.without_labels:
+            loss, norm = self.finite
         self.seconds_per_step = self.seconds / max(1, self.steps)
         tokens_per_s = self.loader.tokens_per_step * self.steps / self.seconds
-        self.seconds, self.steps, mfu, peak_gib = 0.0, 0, None, None
+        self.seconds = 0.0
+        self.steps = 0
+        mfu = peak_gib = None
         if self.loader.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
             peak = models.peak_flops(self.loader.device)
@@ -185,9 +211,9 @@ class Log:
         """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
         if not math.isfinite(record.get("val_loss", 0)):
             raise Diverged(f"step {record['step']}: validation loss {record['val_loss']}")
-        step, left = record["step"], self.config.max_steps - record["step"]
+        step = record["step"]
         has_loss = record["loss"] is not None
-        if not self.is_writer or not has_loss and step not in self.without_labels:
+        if not self.is_writer or (not has_loss and step not in self.without_labels):
             return
         record = record | {"seconds": time.perf_counter() - self.started}
         self._append("metrics.jsonl", record)
@@ -196,15 +222,25 @@ class Log:
             self._plot_losses()
         for name, (log, _) in self.boards.items():
             with self._reporting(name):
-                log({name: value for name, value in record.items() if value is not None}, step=step)
-        loss = f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}" if has_loss else "no label"
-        line = f"{loss}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s"
+                log({field: value for field, value in record.items() if value is not None}, step=step)
+        self.say(self._describe(record))
+
+    def _describe(self, record: dict) -> str:
+        """Return the line that shows a record."""
+        step = record["step"]
+        line = f"step {step}/{self.config.max_steps}"
+        if record["loss"] is None:
+            line += "  no label"
+        else:
+            line += f"  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}"
+        line += f"  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s"
         for name, shown in SHOWN.items():
             if record.get(name) is not None:
                 line += "  " + shown.format(record[name])
-        if left and step > self.first_step:  # the first step may compile
-            line += f"  ETA {tqdm.format_interval(left * self.seconds_per_step)}"
-        self.say(f"step {step}/{self.config.max_steps}  {line}")
+        steps_left = self.config.max_steps - step
+        if steps_left > 0 and step > self.first_step:  # the first step may compile
+            line += f"  ETA {tqdm.format_interval(steps_left * self.seconds_per_step)}"
+        return line
 
     @contextlib.contextmanager
     def fp8_health(self, step: int, model):
@@ -215,14 +251,16 @@ class Log:
             self._append("fp8_health.jsonl", {"step": step, "health": health.health(model)})
 
     def say(self, text: str) -> None:
-        if self.is_writer:
-            try:
-                tqdm.write(text)
-                sys.stdout.flush()
-            except BrokenPipeError:  # nobody reads stdout, as in `train.py | head`: stop as after a signal
-                signal.raise_signal(signal.SIGTERM)
-            except OSError:
-                pass  # a full disk does not stop a run
+        """Print a line on rank 0."""
+        if not self.is_writer:
+            return
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody reads stdout, as in `train.py | head`: stop as after a signal
+            signal.raise_signal(signal.SIGTERM)
+        except OSError:
+            pass  # a full disk does not stop a run
 
     def close(self) -> None:
         """Write what waits, and draw loss.png and fp8_health.png."""
@@ -230,7 +268,7 @@ class Log:
         if not self.is_writer:
             return
         for name in self.waiting:
-            self._append(name)
+            self._write_waiting(name)
         for name, (_, close) in self.boards.items():
             with self._reporting(name):
                 close()
@@ -245,18 +283,24 @@ class Log:
         with self._reporting("loss.png"):
             plot_losses(self.folder)
 
-    def _append(self, name: str, *records: dict) -> None:
-        """Append records to a file, after those that could not be written before."""
-        self.waiting[name] = self.waiting.get(name, "") + "".join(json.dumps(r) + "\n" for r in records)
+    def _append(self, name: str, record: dict) -> None:
+        """Append a record to a file, after those that could not be written before."""
+        self.waiting[name] = self.waiting.get(name, "") + json.dumps(record) + "\n"
+        self._write_waiting(name)
+
+    def _write_waiting(self, name: str) -> None:
+        content = self.waiting[name].encode()
         with self._reporting(name), open(Path(self.folder, name), "ab", buffering=0) as file:
             size = file.tell()
-            if file.write(self.waiting[name].encode()) < len(self.waiting[name]):
+            written = file.write(content)
+            if written < len(content):
                 file.truncate(size)  # else the next line would follow a partial one
                 raise OSError("no space left on the disk")
             self.waiting[name] = ""
 
     @contextlib.contextmanager
     def _reporting(self, what: str):
+        """Print an error inside as a line that names what is not written."""
         try:
             yield
         except Exception as error:  # of many kinds; none of them is worth the run
@@ -268,11 +312,13 @@ class Log:
 
 def read_metrics(path) -> list[dict]:
     """Read metrics.jsonl or fp8_health.jsonl, without an incomplete last line; [] if there is no file."""
-    records, lines = [], Path(path).read_bytes().splitlines(keepends=True) if Path(path).exists() else []
-    for number, line in enumerate(lines, 1):
+    if not Path(path).exists():
+        return []
+    records = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
         try:
             record = json.loads(line)
-            record["step"] + 0  # a number
+            record["step"] + 0  # TypeError or KeyError unless it has a number
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if line.endswith(b"\n"):
@@ -283,9 +329,9 @@ def read_metrics(path) -> list[dict]:
 def cut(folder, first_step: int) -> None:
     """Remove `first_step` and later steps from a run's logs, before the run repeats these steps."""
     paths = [Path(folder, name) for name in ("metrics.jsonl", "fp8_health.jsonl")]
-    records = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
-    for path, of_path in records.items():
-        kept = [json.dumps(record) + "\n" for record in of_path if record["step"] < first_step]
+    records_of = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
+    for path, records in records_of.items():
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
         replace_file(path, "".join(kept))
 
 
@@ -297,7 +343,8 @@ def replace_file(path: Path, text: str) -> None:
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        error.filename2 = None
         raise
 
 
@@ -309,8 +356,10 @@ def plot_losses(folder) -> None:
     axes = figure.subplots()
     for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
         shown = [record for record in records if record.get(name) is not None]
+        steps = [record["step"] for record in shown]
+        losses = [record[name] for record in shown]
         if shown:
-            axes.plot([r["step"] for r in shown], [r[name] for r in shown], style, lw=1.2, ms=4, label=label)
+            axes.plot(steps, losses, style, lw=1.2, ms=4, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
     axes.legend()
     figure.savefig(Path(folder, "loss.png"), dpi=150)

@@ -13,7 +13,8 @@ import torch
 
 from nanote.engine import ENGINE, load_fp8_state, recipes, save_fp8_state, te
 
-IS_REFERENCE, HAS_TE = ENGINE == "reference", ENGINE == "te"
+IS_REFERENCE = ENGINE == "reference"
+HAS_TE = ENGINE == "te"
 TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
 
 DESCRIPTIONS = {"te": f"Transformer Engine {TE_VERSION}", "fast": "FP8 by fast_kernels",
@@ -36,21 +37,26 @@ def has_fp8_gpu(device) -> bool:
 
 def describe():
     """Return the device and the FP8 implementation, in one line."""
-    return f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, {DESCRIPTIONS[ENGINE]}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, {DESCRIPTIONS[ENGINE]}"
 
 
 def unsupported_reason(name):
     """Return the engine's reason why the recipe does not run on this machine, "" if it does."""
-    if name == "none" or name.startswith("custom:"):
-        works = name == "none" or HAS_TE
-        return "" if works else "only Transformer Engine runs a custom recipe's quantizers."
-    return getattr(te, CLASSES[name][1])(return_reason=True)[1]  # "" if it runs
+    if name == "none":
+        return ""
+    if name.startswith("custom:"):
+        return "" if HAS_TE else "only Transformer Engine runs a custom recipe's quantizers."
+    _, function_name = CLASSES[name]
+    _, reason = getattr(te, function_name)(return_reason=True)
+    return reason
 
 
 def resolve_format(name, fp8_format="auto"):
     """Return the format of a recipe: "hybrid" (E4M3 forward, E5M2 backward), "e4m3", or "" if it is fixed."""
-    default = FORMATS.get(name, "")
-    return fp8_format if default and fp8_format != "auto" else default
+    if name not in FORMATS:
+        return ""
+    return FORMATS[name] if fp8_format == "auto" else fp8_format
 
 
 def make(config):
@@ -61,8 +67,9 @@ def make(config):
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; 12.x: see guide/install.md; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
-    name, custom = config.fp8_recipe, config.fp8_recipe.startswith("custom:")
-    if name not in RECIPES and not custom:
+    name = config.fp8_recipe
+    is_custom = name.startswith("custom:")
+    if name not in RECIPES and not is_custom:
         raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
     if reason := unsupported_reason(name):
         supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
@@ -72,20 +79,28 @@ def make(config):
         return None
     if config.compile:
         config.check_together(ENGINE)
-    if custom:
-        module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
-        try:
-            return recipes.CustomRecipe(qfactory=getattr(importlib.import_module(module_name), function_name))
-        except Exception as error:  # whatever the user's module raises
-            raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
-                             "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
+    if is_custom:
+        return make_custom(name)
     options = {}
     if name in FORMATS:
         options["fp8_format"] = recipes.Format[resolve_format(name, config.fp8_format).upper()]
     if name == "delayed":
-        options |= dict(margin=config.fp8_margin, amax_history_len=config.fp8_amax_history_len,
-                        amax_compute_algo=config.fp8_amax_compute_algo)
-    return getattr(recipes, CLASSES[name][0])(**options)
+        options["margin"] = config.fp8_margin
+        options["amax_history_len"] = config.fp8_amax_history_len
+        options["amax_compute_algo"] = config.fp8_amax_compute_algo
+    class_name, _ = CLASSES[name]
+    return getattr(recipes, class_name)(**options)
+
+
+def make_custom(name):
+    """Return TE's CustomRecipe for custom:module.function. This imports the module."""
+    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+        return recipes.CustomRecipe(qfactory=getattr(module, function_name))
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
+                         "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
 
 
 def round_up(size, multiple):
@@ -96,7 +111,8 @@ def round_up(size, multiple):
 def check_shapes(model_config, micro_batch_size, seq_len, name):
     """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support. TE
     requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere."""
-    multiple, tokens = 32 if name == "mxfp8" else 16, micro_batch_size * seq_len
+    multiple = 32 if name == "mxfp8" else 16
+    tokens = micro_batch_size * seq_len
     width = getattr(model_config, "n_embd", 0)
     if width % multiple:
         raise ValueError(f"--n-embd {width}: FP8 recipe {name} needs a multiple of {multiple}; "
@@ -123,7 +139,8 @@ def uses_delayed_scaling(model):
 
 def is_fresh(model):
     """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
-    return all(bool((value == 1).all()) for name, value in _state(model).items() if name.endswith(".scale"))
+    scales = [tensor for name, tensor in _state(model).items() if name.endswith(".scale")]
+    return all(bool((scale == 1).all()) for scale in scales)
 
 
 def find_first_scales(model, batches, divisor):
@@ -134,7 +151,8 @@ def find_first_scales(model, batches, divisor):
     the residual; of qkv and fc1 behind them; of the residual with the gradients of all branches.
     """
     for _ in range(4):
-        (model(*batches[0]) / divisor).backward()
+        loss = model(*batches[0]) / divisor
+        loss.backward()
         model.zero_grad(set_to_none=True)
 
 
@@ -154,22 +172,29 @@ def set_state(model, state):
     """Restore the result of `get_state` for delayed scaling; of another history length, the newest rows."""
     if not state or not uses_delayed_scaling(model):
         return
-    foreign = dict(state)
+    remaining = dict(state)
     try:
-        load_fp8_state(model, foreign)  # takes what it sets
+        load_fp8_state(model, remaining)  # removes what it sets
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
-    for name in foreign.keys() & state.keys():
-        raise ValueError(f"FP8 state of {name}: no such module here; resume with the model that saved it")
+    unknown = [name for name in state if name in remaining]
+    if unknown:
+        raise ValueError(f"FP8 state of {unknown[0]}: no such module here; resume with the model that "
+                         "saved it")
 
 
 def kept_state(model) -> list:
     """Return what the engine keeps between calls: a captured CUDA graph uses the tensors of these objects."""
-    names = ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers")
-    kept = [getattr(module, name, None) for module in model.modules() for name in names]
-    library = sys.modules.get("fast_kernels.library")
-    tables = library.kept_tensors() if library else []
-    return [dict(state) for state in kept if isinstance(state, dict)] + tables
+    kept = []
+    for module in model.modules():
+        for name in ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers"):
+            state = getattr(module, name, None)
+            if isinstance(state, dict):
+                kept.append(dict(state))
+    library = sys.modules.get("fast_kernels.library")  # only where its kernels run is it imported
+    if library is not None:
+        kept += library.kept_tensors()
+    return kept
 
 
 @contextmanager
@@ -179,8 +204,11 @@ def preserved_state(model):
     try:
         yield
     finally:
-        for name, value in _state(model).items():
-            value.copy_(before.get(name, torch.ones(()) if name.endswith(".scale") else torch.zeros(())))
+        for name, tensor in _state(model).items():
+            if name in before:
+                tensor.copy_(before[name])
+            else:  # created inside: its initial value
+                tensor.fill_(1.0 if name.endswith(".scale") else 0.0)
 
 
 @contextmanager

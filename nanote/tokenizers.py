@@ -1,7 +1,6 @@
 """Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
 import hashlib
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -14,10 +13,13 @@ class Tokenizer:
     with `start`: the token that the tokenizer puts before a text (`bos`), else end-of-text."""
 
     def __init__(self, name, encoding=None):
-        self.name, self.encoding = name, encoding
+        self.name = name
+        self.encoding = encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
         self.eot = encoding.eot_token if encoding else 256
-        self.stop_tokens, self.bos, self.start = {self.eot}, None, self.eot
+        self.stop_tokens = {self.eot}
+        self.bos = None
+        self.start = self.eot
 
     def encode_bytes(self, raw):
         """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are plain text."""
@@ -31,17 +33,23 @@ class Tokenizer:
 
     def token_bytes(self, token):
         """Return the bytes of one token, which may be a part of a character. KeyError if there is none."""
-        return self.encoding.decode_single_token_bytes(token) if self.encoding else bytes((token,))
+        if self.encoding is None:
+            return bytes((token,))
+        return self.encoding.decode_single_token_bytes(token)
 
     def decode(self, ids):
         """Decode ids to str. Invalid UTF-8 becomes U+FFFD, BOS or a stop token the empty string."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids):
-        parts, hidden = [], {self.bos, *self.stop_tokens}
+        """Decode ids to bytes, without BOS and stop tokens."""
+        hidden = {self.bos, *self.stop_tokens}
+        parts = []
         for token in map(int, ids):
+            if token in hidden:
+                continue
             try:
-                parts.append(b"" if token in hidden else self.token_bytes(token))
+                parts.append(self.token_bytes(token))
             except (KeyError, OverflowError, ValueError):  # padded vocabulary, or an unused id
                 parts.append("\ufffd".encode())
         return b"".join(parts)
@@ -53,12 +61,10 @@ class HfTokenizer(Tokenizer):
 
     def __init__(self, folder):
         import tokenizers
-        self.folder, path = Path(os.path.abspath(folder)), Path(os.path.abspath(folder), "tokenizer.json")
+        self.folder = Path(os.path.abspath(folder))
+        path = self.folder / "tokenizer.json"
         try:
             raw = path.read_bytes()
-            steps = json.loads(raw)
-            if expansion([steps.get("normalizer"), steps.get("pre_tokenizer")]) > 64:  # Llama 3's: 4
-                raise ValueError("its normalizer or pre_tokenizer may make over 64 characters of one")
             self.encoding = tokenizers.Tokenizer.from_buffer(raw)
             self.encoding.no_truncation()
             self.encoding.no_padding()
@@ -74,31 +80,43 @@ class HfTokenizer(Tokenizer):
         self.added = self.encoding.get_added_tokens_decoder()
         self.byte_of = {character: byte for byte, character in enumerate(byte_characters())}
         content = hashlib.sha256(raw).hexdigest()
-        self.name = f"hf:{self.folder}@{hashlib.sha256(f'{content} {self.eot}'.encode()).hexdigest()[:12]}"
+        checksum = hashlib.sha256(f"{content} {self.eot}".encode()).hexdigest()
+        self.name = f"hf:{self.folder}@{checksum[:12]}"
 
     def _find_special_tokens(self):
         """Set `eot`, which the first of three files names, and `bos`: the token that the post-processor puts
         before a text, or bos_token if add_bos_token is true."""
-        paths = [self.folder / f"{name}.json" for name in ("tokenizer_config", "generation_config", "config")]
-        names, *configs = [json.loads(path.read_bytes()) if path.is_file() else {} for path in paths]
-
-        def named(field):
-            token = names.get(field)
-            return self.encoding.token_to_id((token["content"] if isinstance(token, dict) else token) or "")
-
-        ids = [config.get("eos_token_id") for config in configs]
-        generation, model = (number if isinstance(number, list) else [number] for number in ids)
-        self.eot = next((n for n in (named("eos_token"), *generation, *model) if n is not None), None)
-        if self.eot is None or self.encoding.id_to_token(self.eot) is None:
+        names = self._read("tokenizer_config.json")
+        of_generation = end_of_text_ids(self._read("generation_config.json"))
+        of_model = end_of_text_ids(self._read("config.json"))
+        ids = [self._token_id(names.get("eos_token")), *of_generation, *of_model]
+        ids = [number for number in ids if number is not None]
+        if not ids or self.encoding.id_to_token(ids[0]) is None:
             raise ValueError("no end-of-text token; name it as eos_token in tokenizer_config.json")
-        self.stop_tokens = {self.eot, *generation} - {None}
+        self.eot = ids[0]
+        self.stop_tokens = {self.eot, *of_generation}
         text = self.encoding.encode("a")
         before = text.ids[:text.special_tokens_mask.index(0)]
         if len(before) > 1:
             raise ValueError(f"puts {len(before)} tokens before a text; the kit's token files have one")
-        bos = before[0] if before else named("bos_token") if names.get("add_bos_token") else None
+        bos = None
+        if before:
+            bos = before[0]
+        elif names.get("add_bos_token"):
+            bos = self._token_id(names.get("bos_token"))
         self.bos = None if bos == self.eot else bos
         self.start = self.eot if self.bos is None else self.bos
+
+    def _read(self, name):
+        """Return the content of a JSON file of the folder, {} without one."""
+        path = self.folder / name
+        return json.loads(path.read_bytes()) if path.is_file() else {}
+
+    def _token_id(self, token):
+        """Return the id of a token that tokenizer_config.json names, a str or a dict; None if it has none."""
+        if isinstance(token, dict):
+            token = token["content"]
+        return self.encoding.token_to_id(token or "")
 
     def encode_bytes(self, raw, special_tokens=False):
         """Encode UTF-8 bytes. With `special_tokens`, special tokens in the text become tokens."""
@@ -111,25 +129,31 @@ class HfTokenizer(Tokenizer):
         text = self.encoding.id_to_token(token)
         if text is None:
             raise KeyError(token)
-        return text.encode() if token in self.added else bytes(self.byte_of[character] for character in text)
+        if token in self.added:
+            return text.encode()
+        return bytes(self.byte_of[character] for character in text)
 
 
-def expansion(step):
-    """Return how many characters a normalizer or pre-tokenizer (its JSON) makes of one, at most."""
-    if not isinstance(step, dict):
-        return math.prod(map(expansion, step)) if isinstance(step, list) else 1
-    factor = {"ByteLevel": 4, "Precompiled": 20}.get(step.get("type"), 1)  # of UTF-8; of NFKC
-    if "content" in step:  # Replace; a regular expression may match nothing
-        length = len(step["pattern"].get("String", ""))
-        factor = max(1, len(step["content"]) / length) if length else 1 + len(step["content"])
-    return factor * expansion([*step.values()])
+def end_of_text_ids(config):
+    """Return the ids in the field eos_token_id of a model's or a generation config: none, one or several."""
+    ids = config.get("eos_token_id")
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def byte_characters():
     """Return the printable character of each byte in a byte-level BPE (GPT-2's bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    characters = []
+    others = 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:  # the next character above those of one byte
+            characters.append(chr(256 + others))
+            others += 1
+    return characters
 
 
 def same_tokenizer(name, other):
@@ -142,8 +166,8 @@ def get_tokenizer(name, vocab_size=None):
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):
-        folder = re.sub("@[0-9a-f]{12}$", "", name)
-        tokenizer = HfTokenizer(folder[3:])
+        folder = re.sub("@[0-9a-f]{12}$", "", name)  # without the checksum, if there is one
+        tokenizer = HfTokenizer(folder.removeprefix("hf:"))
         if name != folder and not same_tokenizer(name, tokenizer.name):
             raise ValueError(f"tokenizer {folder}: has changed; put the old files back, or pass their hf:DIR")
     else:

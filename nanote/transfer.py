@@ -3,55 +3,77 @@
 What the source lacks, such as an adapter, stays as it was initialized. The optimizer starts anew, from the
 source's float32 masters, and FP8 scales are taken over if both have the same tensors.
 """
-import re
-
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanote import checkpoint, parallel, recipes
+from nanote.training_state import load_optimizer, load_weights, weights_of, with_prefix
 
 
 @torch.no_grad()
 def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bool:
     """Copy a run's tensors, or `tensors`, to a model. Print what was found, and return whether both
     have the same tensors. Collective."""
-    weights = checkpoint.weights_of(model)
-    needed = dict(weights.values())
+    weights = weights_of(model)
     if tensors is None:
-        folder, masters = checkpoint.find(source), (f"optimizer.{name}.master_param" for name in needed)
-        parallel.on_rank0(lambda: checkpoint.verify(folder))
-        tensors = checkpoint.read_tensors(folder, ("model.", "fp8.", *masters), needed)
-    stored = checkpoint.with_prefix(tensors, "model.")
-    found, missing = needed.keys() & stored.keys(), needed.keys() - stored.keys()
-    if not found:
-        raise ValueError(f"--init-from {source}: none of its tensors ({shortened(stored)}) is in the model "
-                         f"({shortened(needed)}); name a model of the same file")
-    for name in sorted(found):
-        there, here = tuple(stored[name].shape), tuple(needed[name].shape)
+        tensors = read_run(source, weights)
+    found = with_prefix(tensors, "model.")
+    check_shapes(source, found, weights)
+    if parallel.rank() == 0:
+        print_found(source, found, weights)
+    has_same_tensors = found.keys() == weights.keys()
+    if has_same_tensors:
+        recipes.set_state(model, with_prefix(tensors, "fp8."))
+    stored = checkpoint.local_parts(tensors)
+    for name, weight in weights.items():
+        if name not in found:
+            stored[f"model.{name}"] = parallel.local_part(weight)  # stays as initialized
+            continue
+        stored[f"model.{name}"] = parallel.local_part(sharded_like(weight, found[name]))
+        if weight.dtype != torch.float32:  # the master has the source's own bits, before they are rounded
+            stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
+    load_weights(model, stored)
+    load_optimizer(optimizer, model, stored)
+    return has_same_tensors
+
+
+def read_run(source: str, weights: dict) -> dict:
+    """Return the weights, their float32 masters and the FP8 state of a run's checkpoint."""
+    folder = checkpoint.find(source)
+    parallel.on_rank0(lambda: checkpoint.verify(folder))
+    masters = [f"optimizer.{name}.master_param" for name in weights]
+    return checkpoint.read_tensors(folder, ("model.", "fp8.", *masters), like=weights)
+
+
+def check_shapes(source: str, found: dict, weights: dict) -> None:
+    """Raise ValueError if no tensor of the source is in the model, or one of another shape."""
+    common = sorted(found.keys() & weights.keys())
+    if not common:
+        raise ValueError(f"--init-from {source}: none of its tensors ({shortened(found)}) is in the model "
+                         f"({shortened(weights)}); name a model of the same file")
+    for name in common:
+        there, here = tuple(found[name].shape), tuple(weights[name].shape)
         if there != here:
             raise ValueError(f"--init-from {source}: {name} is {there} there and {here} in the model; pass "
                              "the source's sizes, as in its config.json")
-    unused = stored.keys() - needed.keys()
-    if parallel.rank() == 0:
-        print(f"--init-from {source}: {len(found)} tensors found: {shortened(found)}\n"
-              f"  {len(missing)} of the model not found, so as initialized: {shortened(missing)}\n"
-              f"  {len(unused)} of the source not used: {shortened(unused)}")
-    if not missing and not unused:
-        recipes.set_state(model, checkpoint.with_prefix(tensors, "fp8."))
-    parts = {key: parallel.local_part(tensor) for key, tensor in tensors.items()}
-    for name, value in needed.items():
-        tensor = stored.get(name, value)
-        if isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # each rank has all of it
-            on_host = parallel.empty_on_host(value, value.shape, tensor.dtype)
-            tensor = distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
-        parts[f"model.{name}"] = parallel.local_part(tensor)
-        if name in found:
-            key = f"optimizer.{name}.master_param"
-            if value.dtype != torch.float32:  # the source's own bits, before they are rounded
-                parts.setdefault(key, parts[f"model.{name}"].float())
-            parallel.local_part(value).copy_(parts.get(key, parts[f"model.{name}"]))
-    checkpoint.load_optimizer(optimizer, [], parts, weights)
-    return not missing and not unused
+
+
+def print_found(source: str, found: dict, weights: dict) -> None:
+    """Print which tensors of the source the model has, and which only one of them has."""
+    common = weights.keys() & found.keys()
+    missing = weights.keys() - found.keys()
+    unused = found.keys() - weights.keys()
+    print(f"--init-from {source}: {len(common)} tensors found: {shortened(common)}\n"
+          f"  {len(missing)} of the model not found, so as initialized: {shortened(missing)}\n"
+          f"  {len(unused)} of the source not used: {shortened(unused)}")
+
+
+def sharded_like(weight, tensor):
+    """Return a tensor that every rank has whole as a DTensor if `weight` is one."""
+    if not isinstance(weight, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    on_host = parallel.empty_on_host(weight, weight.shape, tensor.dtype)
+    return distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
 
 
 def check_tokenizer(source: str, data: str) -> None:
@@ -60,7 +82,8 @@ def check_tokenizer(source: str, data: str) -> None:
     from nanote import tokenizers, tokens  # another run needs no tokenizer
     ids, meta = tokens.open_tokens(data, "val", verify=False)
     try:
-        theirs, ours = map(tokenizers.get_tokenizer, (f"hf:{source}", meta["tokenizer"]))
+        theirs = tokenizers.get_tokenizer(f"hf:{source}")
+        ours = tokenizers.get_tokenizer(meta["tokenizer"])
     except (ValueError, ImportError):  # moved, not byte-level, not installed, or cannot be downloaded
         return
     text = ours.decode(ids[:1000])
@@ -71,13 +94,23 @@ def check_tokenizer(source: str, data: str) -> None:
 
 def print_differences(source: str, ours: dict, theirs: dict) -> None:
     """Print the fields of two model configs in which tensors of equal shapes compute something else."""
+    if parallel.rank() != 0:
+        return
     for name in ("n_head", "n_kv_head", "head_dim", "activation", "use_rmsnorm", "use_qk_norm", "use_rotary",
                  "rope_theta", "layernorm_epsilon"):
-        if parallel.rank() == 0 and name in ours and ours[name] != theirs.get(name, ours[name]):
+        if name in ours and name in theirs and ours[name] != theirs[name]:
             print(f"--init-from {source}: {name} is {theirs[name]} there and {ours[name]} in the model")
 
 
 def shortened(names) -> str:
     """Return names in a line: * for the number of a block, and no more than eight."""
-    short = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
-    return ", ".join(short[:8] + ["…"] * (len(short) > 8)) or "none"
+    short = set()
+    for name in names:
+        parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+        short.add(".".join(parts))
+    if not short:
+        return "none"
+    shown = sorted(short)[:8]
+    if len(short) > 8:
+        shown.append("…")
+    return ", ".join(shown)

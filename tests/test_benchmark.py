@@ -2,6 +2,7 @@
 float64. Mistakes of all benchmarks are here."""
 import importlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, minimal, pictures, plain_gpt, step
+from bench import attention, minimal, pictures, plain_gpt, report, step
 from bench.attention import Shape
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from trainer_tools import randomize
@@ -49,7 +50,8 @@ def test_compile_measures_what_its_time_allows(tmp_path):
     assert (last["mode"], last["error"]) == ("max-autotune-no-cudagraphs", "not run: time budget")
 
 
-FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch te date command model_config"
+FIELDS = ("shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch te date command commit "
+          "model_config")
 
 
 def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
@@ -67,6 +69,34 @@ def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
     again = {row["arm"]: row for row in json.loads(path.read_text())}
     assert list(again) == ["plain-eager", "fp8", "bf16", "fp8-nvfp4"] and again["fp8"] == rows[2]
     assert "fp8-recipe nvfp4" in again["fp8-nvfp4"]["error"]
+
+
+def test_a_row_has_the_commit_that_measured_it(tmp_path, monkeypatch):
+    def run_git(*arguments):
+        identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit_of_a_row():
+        rows = report.Rows(None, ["arm"], "benchmark_te.py", [])
+        rows.add({"arm": "bf16"})
+        document = report.write_report("test_shapes.py", [], {})
+        assert document["commit"] == rows[0]["commit"]
+        return rows[0]["commit"]
+
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    monkeypatch.delenv("NANOTE_COMMIT", raising=False)
+    assert commit_of_a_row() is None, "a copy without its history"
+    (tmp_path / "train.py").write_text("x = 1")
+    run_git("init")
+    run_git("add", "train.py")
+    run_git("commit", "-m", "first")
+    (tmp_path / "untracked.py").write_text("x = 1")
+    assert commit_of_a_row() == run_git("rev-parse", "HEAD")
+    (tmp_path / "train.py").write_text("x = 2")
+    assert commit_of_a_row() == run_git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setenv("NANOTE_COMMIT", "34a3220")
+    assert commit_of_a_row() == "34a3220"
 
 
 def test_without_a_mode_it_prints_the_table_of_formats(tmp_path, capsys):

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: E402, F401
-from nanote import checkpoint, ddp, parallel, peers  # noqa: E402
+from nanote import ddp, parallel, peers, training_state  # noqa: E402
 
 LARGEST = fast_adam.LARGEST_BF16_BETA
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
@@ -44,8 +44,9 @@ def assert_equal(ours, expected):
 
 def master(optimizer, parameter):
     value = optimizer.state[parameter].get("master_param", parameter.detach())
-    return (
-        checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float())
+    if value.dtype == torch.int16:
+        return training_state.join_remainder(parameter.detach(), value)
+    return value.float()
 
 
 @pytest.mark.parametrize("dtype, remainders, scale", [

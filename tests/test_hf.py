@@ -73,14 +73,17 @@ def tensors(folder):
 
 def assert_same_tensors(a, b):
     assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
 
 
 def assert_same_logits(model, folder, vocab_size):
     hf = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
     x = torch.randint(0, 257, (2, 64))
     with torch.no_grad():
-        expected, logits = hf(x).logits, model(x)[..., :vocab_size]
+        expected = hf(x).logits
+        logits = model(x)[..., :vocab_size]
     assert expected.shape == (2, 64, vocab_size)
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
@@ -299,9 +302,6 @@ def test_damaged_and_missing_files_are_refused(in_tmp_path, refused):
     assert "model.safetensors: not readable" in refused(import_hf.main, "hf new")
     Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
     assert "a pickle (*.bin) is not read" in refused(import_hf.main, "hf new")
-    steps = 40 * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]
-    hf_folders.edit_json("hf/tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
-    assert "may make over 64 characters of one" in refused(import_hf.main, "hf new")
     Path("hf/tokenizer.json").unlink()
     assert "tokenizer.json: cannot be read" in refused(import_hf.main, "hf new")
     Path("hf/config.json").write_text("{")

@@ -97,8 +97,10 @@ def test_a_custom_recipe_trains_as_the_built_in_one(factory, built_in):
     for recipe in (TE_FACTORIES + factory, built_in):
         model = make(recipe=recipe)
         losses.append([step(model) for _ in range(3)])
-        assert all(p.grad.isfinite().all() for p in model.parameters()) and recipes.get_state(model) == {}
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        assert recipes.get_state(model) == {}
+    custom, expected = losses
+    assert custom == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("recipe, batch, length, better", [
@@ -167,13 +169,17 @@ def test_skipped_blocks_have_no_fp8_state(name, options):
     model = make(name, fp8_skip_first=1, fp8_skip_last=1, **options)
     step(model, 2, is_first_microbatch=True)
     state = recipes.get_state(model)
-    names = {key.split(".scaling")[0] for key in state}
-    assert {key.split(".")[1] for key in names if key.startswith("blocks")} == {"1"}
-    assert any(key.startswith("lm_head") for key in names)
-    assert all(scale.ne(1).any() for key, scale in state.items() if key.endswith("bwd.scale"))
+    in_blocks = [name for name in state if name.startswith("blocks")]
+    assert in_blocks and all(name.startswith("blocks.1.") for name in in_blocks)
+    assert any(name.startswith("lm_head") for name in state)
+    scales_of_gradients = [tensor for name, tensor in state.items() if name.endswith("bwd.scale")]
+    assert all(scale.ne(1).any() for scale in scales_of_gradients)
 
 
 @pytest.mark.parametrize("skips", [(3, 0), (4, 0), (0, 4), (2, 2)])
 def test_all_blocks_skipped_is_the_model_without_fp8(skips):
-    model = make(fp8_skip_first=skips[0], fp8_skip_last=skips[1], fp8_lm_head=False)
-    assert torch.equal(model(TOKENS), make(use_fp8=False)(TOKENS)) and recipes.get_state(model) == {}
+    first, last = skips
+    model = make(fp8_skip_first=first, fp8_skip_last=last, fp8_lm_head=False)
+    without_fp8 = make(use_fp8=False)
+    assert torch.equal(model(TOKENS), without_fp8(TOKENS))
+    assert recipes.get_state(model) == {}

@@ -58,18 +58,23 @@ NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of 
 
 def token_strings(tokenizer) -> dict[str, int]:
     """Return the vocabulary {string: id} of a byte-level BPE that is equal to a Tokenizer of the kit."""
-    characters, encoding = byte_characters(), tokenizer.encoding
+    characters = byte_characters()
+    encoding = tokenizer.encoding
     if encoding is None:
         byte_tokens = {character: byte for byte, character in enumerate(characters)}
         return byte_tokens | {"<|endoftext|>": tokenizer.eot}
     special = {encoding.encode_single_token(name): name for name in encoding.special_tokens_set}
     tokens = {}
     for number in range(tokenizer.vocab_size):
+        if number in special:
+            tokens[special[number]] = number
+            continue
         try:
             raw = encoding.decode_single_token_bytes(number)
-            tokens[special.get(number) or "".join(characters[byte] for byte in raw)] = number
+            string = "".join(characters[byte] for byte in raw)
         except KeyError:
-            tokens[f"<|unused_{number}|>"] = number  # an id that the encoding skips
+            string = f"<|unused_{number}|>"  # an id that the encoding skips
+        tokens[string] = number
     return tokens
 
 
@@ -79,14 +84,16 @@ def fast_tokenizer(tokenizer, n_positions: int):
     import transformers  # slow to import
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
-    tokens, encoding = token_strings(tokenizer), tokenizer.encoding
-    special = ["<|endoftext|>"] if encoding is None else sorted(encoding.special_tokens_set, key=tokens.get)
-    merges = [] if encoding is None else _merges(tokens, special)
-    fast = Tokenizer(tokenizers.models.BPE(tokens, merges, ignore_merges=encoding is not None))
+    tokens = token_strings(tokenizer)
+    encoding = tokenizer.encoding
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if encoding is None:
+        special = ["<|endoftext|>"]
+        fast = Tokenizer(tokenizers.models.BPE(tokens, []))
         fast.pre_tokenizer = byte_level
     else:
+        special = sorted(encoding.special_tokens_set, key=tokens.get)
+        fast = Tokenizer(tokenizers.models.BPE(tokens, _merges(tokens, special), ignore_merges=True))
         # {1,3}+ is possessive in tiktoken (at most three digits), but a repetition in this library
         pattern = Regex(encoding._pat_str.replace("{1,3}+", "{1,3}"))
         fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
@@ -101,16 +108,23 @@ def fast_tokenizer(tokenizer, n_positions: int):
 def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]:
     """Return BPE merges equivalent to tiktoken, which merges the neighbors whose joined token has the lowest
     id: all ways to split each token into two tokens, in the order of its id."""
-    return [(token[:cut], token[cut:])
-            for token in sorted(tokens, key=tokens.get) if token not in special
-            for cut in range(1, len(token)) if token[:cut] in tokens and token[cut:] in tokens]
+    merges = []
+    for token in sorted(tokens, key=tokens.get):
+        if token in special:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in tokens and right in tokens:
+                merges.append((left, right))
+    return merges
 
 
 # ---------------------------------------------------------------- the folder
 
 def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str | None = None) -> Path:
     """Export a run or a checkpoint to `folder`; return the checkpoint. moved, own: --tokenizer, --model."""
-    source, folder = checkpoint.find(run), Path(folder)
+    source = checkpoint.find(run)
+    folder = Path(folder)
     if os.path.lexists(folder):
         raise ValueError(f"{folder}: exists; name another folder")
     meta = checkpoint.read_meta(source)
@@ -140,18 +154,24 @@ def check_logits(folder: Path, source: Path, own: str | None, weights: dict, voc
 
     transformers.logging.disable_progress_bar()
     is_small = sum(weight.numel() for weight in weights.values()) <= 4e9
-    dtype, tolerance = (torch.float32, 1e-3) if is_small and recipes.IS_REFERENCE else (torch.bfloat16, 0.1)
+    in_float32 = is_small and recipes.IS_REFERENCE
+    dtype = torch.float32 if in_float32 else torch.bfloat16
+    tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
     model = models.load_run(source, checkpoint.read_meta(source), own, device, dtype)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written
-    random, length = torch.Generator().manual_seed(0), min(model.config.n_positions, 1024)
+    random = torch.Generator().manual_seed(0)
+    length = min(model.config.n_positions, 1024)
     ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
     logits = model(ids)
-    logits = (logits[0] if isinstance(logits, tuple) else logits)[..., :vocab_size]
+    if isinstance(logits, tuple):  # of a model of the user's own
+        logits = logits[0]
+    logits = logits[..., :vocab_size]
     del model  # one at a time
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    difference, largest = (logits - model(ids).logits).abs().max().item(), logits.abs().max().item()
+    difference = (logits - model(ids).logits).abs().max().item()
+    largest = logits.abs().max().item()
     if not difference <= tolerance * largest:  # NaN, too
         raise ValueError(f"{source}: its logits and those of {type(model).__name__} differ by up to "
                          f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class for "
@@ -166,13 +186,16 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
     save_torch_state_dict(weights, folder, max_shard_size=4 * 2**30)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     is_hf = isinstance(tokenizer, HfTokenizer)
-    ids, generation = {"bos_token_id": tokenizer.eot}, {"pad_token_id": tokenizer.eot}
+    nanote = {"bias": config.bias}
     if is_hf:
         theirs = read_json(tokenizer.folder / "config.json")
         ids = {name: theirs.get(name) for name in ("bos_token_id", "pad_token_id")}
         generation = ids | read_json(tokenizer.folder / "generation_config.json")
         generation = {name: value for name, value in generation.items() if name not in NOT_KEPT}
-    nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
+    else:
+        nanote["tokenizer"] = tokenizer.name
+        ids = {"bos_token_id": tokenizer.eot}
+        generation = {"pad_token_id": tokenizer.eot}
     hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
                          eos_token_id=tokenizer.eot, **ids).save_pretrained(folder)
     suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
@@ -199,9 +222,11 @@ def add_fields(path: Path, **fields) -> None:
 
 def model_card(source: Path, meta: dict, tokenizer) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl. It names no folder."""
-    config = {name: Path(value).name if os.path.isabs(str(value)) else value
-              for name, value in meta["config"].items()}
-    rows, fp8_format = {}, recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
+    config = {}
+    for name, value in meta["config"].items():
+        config[name] = Path(value).name if os.path.isabs(str(value)) else value
+    fp8_format = recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
+    rows = {}
     if meta["step"]:  # else it was imported, and not trained
         rows["trained on"] = f"{meta.get('device', 'unknown')}, {meta['step']:,} steps"
         rows["FP8 recipe"] = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")

@@ -7,7 +7,6 @@
 - GPT2LMHeadModel always has biases: a model without them gets zeros, which "nanote" in config.json records.
 """
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 
 from nanote import checkpoint
 from nanote.config import in_a_line
+from nanote.training_state import parameter_name
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Parameter names of model_te.py and model_te_custom.py, and those of the optimized model.
@@ -26,19 +26,23 @@ NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "
 
 def read_weights(folder, masters: bool = False) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights, or their float32 `masters`, under the names of the optimized model."""
-    stored = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read_tensors(folder).items()}
+    weights = {}
+    for name, weight in checkpoint.read_tensors(folder, ("model.",)).items():
+        weights[parameter_name(name)] = weight
     if masters:
-        names = {f"optimizer.{name}.master_param": name for name in stored}
-        masters = checkpoint.read_tensors(folder, tuple(names))
-        stored |= {names[name]: master for name, master in masters.items()}
-    return {optimized_name(name): tensor for name, tensor in stored.items()}
+        stored_names = tuple(f"optimizer.{name}.master_param" for name in weights)
+        for name, master in checkpoint.read_tensors(folder, stored_names).items():
+            weights[parameter_name(name)] = master
+    return {optimized_name(name): weight for name, weight in weights.items()}
 
 
 def optimized_name(name: str) -> str:
     """Return the optimized model's name for a weight of any model file."""
     for theirs, ours in NAMES.items():
         name = name.replace(theirs, ours)
-    return re.sub("^norm.", "lm_head.layer_norm_", name)
+    if name.startswith("norm."):
+        return "lm_head.layer_norm_" + name.removeprefix("norm.")
+    return name
 
 
 def read_json(path: Path) -> dict:
@@ -56,7 +60,8 @@ def model_type(config) -> str:
     if config.use_rotary:
         kind = "qwen3" if config.use_qk_norm else "llama"
         wanted = {"use_rmsnorm": True, "activation": "swiglu"}
-        wanted |= {"bias": False} if kind == "qwen3" else {}  # its MLP has none
+        if kind == "qwen3":
+            wanted["bias"] = False  # its MLP has none
     else:
         kind = "gpt2"
         wanted = {"use_rmsnorm": False, "use_qk_norm": False, "activation": "gelu",
@@ -81,8 +86,10 @@ def hf_config(config, vocab_size: int, **others):
             n_head=config.n_head, n_inner=config.n_inner, activation_function="gelu_new",
             layer_norm_epsilon=config.layernorm_epsilon, resid_pdrop=config.dropout,
             embd_pdrop=config.dropout, attn_pdrop=config.attn_dropout, **others)
-    others |= {"mlp_bias": config.bias} if kind == "llama" else {}
-    return {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind](
+    if kind == "llama":
+        others["mlp_bias"] = config.bias
+    config_class = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
+    return config_class(
         max_position_embeddings=config.n_positions, hidden_size=config.n_embd, hidden_act="silu",
         num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, head_dim=config.head_dim,
         num_key_value_heads=config.n_kv_head, intermediate_size=config.n_inner,
@@ -153,15 +160,23 @@ def table(config, vocab_size: int) -> Iterator[Weight]:
 def _gpt2_table(config):
     C, inner = config.n_embd, config.n_inner
     modules = [  # ours, theirs, rows, columns of a weight that is a matrix
-        ("attn.qkv.layer_norm_", "ln_1.", C, None), ("attn.qkv.", "attn.c_attn.", 3 * C, C),
-        ("attn.proj.", "attn.c_proj.", C, C), ("mlp.layer_norm_", "ln_2.", C, None),
-        ("mlp.fc1_", "mlp.c_fc.", inner, C), ("mlp.fc2_", "mlp.c_proj.", C, inner)]
-    blocks = [(f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}", rows, columns)
-              for i in range(config.n_layer) for ours, theirs, rows, columns in modules]
+        ("attn.qkv.layer_norm_", "ln_1.", C, None),
+        ("attn.qkv.", "attn.c_attn.", 3 * C, C),
+        ("attn.proj.", "attn.c_proj.", C, C),
+        ("mlp.layer_norm_", "ln_2.", C, None),
+        ("mlp.fc1_", "mlp.c_fc.", inner, C),
+        ("mlp.fc2_", "mlp.c_proj.", C, inner)]
     yield Weight("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
-    for ours, theirs, rows, columns in [*blocks, ("lm_head.layer_norm_", "transformer.ln_f.", C, None)]:
-        yield Weight(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=columns is not None)
-        yield Weight(f"{ours}bias", [(f"{theirs}bias", rows)])
+    for i in range(config.n_layer):
+        for ours, theirs, rows, columns in modules:
+            ours_in_block, theirs_in_block = f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}"
+            yield from _gpt2_weight_and_bias(ours_in_block, theirs_in_block, rows, columns)
+    yield from _gpt2_weight_and_bias("lm_head.layer_norm_", "transformer.ln_f.", C, None)
+
+
+def _gpt2_weight_and_bias(ours, theirs, rows, columns):
+    yield Weight(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=columns is not None)
+    yield Weight(f"{ours}bias", [(f"{theirs}bias", rows)])
 
 
 def _llama_table(config):
@@ -183,51 +198,46 @@ def _llama_table(config):
             yield Weight(f"{ours}{name}weight", weights, columns)
             if config.bias:
                 yield Weight(f"{ours}{name}bias", [(f"{theirs}{part}bias", rows) for part, rows in parts])
-        for norm in ("q_norm.weight", "k_norm.weight") if config.use_qk_norm else ():
-            yield Weight(f"{ours}attn.{norm}", [(f"{theirs}self_attn.{norm}", config.head_dim)])
+        if config.use_qk_norm:
+            for norm in ("q_norm.weight", "k_norm.weight"):
+                yield Weight(f"{ours}attn.{norm}", [(f"{theirs}self_attn.{norm}", config.head_dim)])
     yield Weight("lm_head.layer_norm_weight", [("model.norm.weight", C)])
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return the optimized model's weights under Hugging Face's names, with `vocab_size` rows."""
     theirs = {}
-    for ours, parts, columns, is_transposed in table(config, vocab_size):
-        sizes = [rows for _, rows in parts]
-        shape = (sum(sizes),) if columns is None else (sum(sizes), columns)
-        absent = torch.zeros(shape if ours.endswith("bias") else 0, dtype=weights["wte.weight"].dtype)
-        weight = weights.get(ours, absent)[:sum(sizes)]  # without padding of the vocabulary
-        if weight.shape != shape:
-            raise ValueError(f"the run has no {ours} of shape {shape}, as {CLASSES[model_type(config)]} has")
-        for (name, _), part in zip(parts, weight.split(sizes)):
-            # safetensors does not accept views
-            theirs[name] = (part.T if is_transposed else part).clone(memory_format=torch.contiguous_format)
+    for row in table(config, vocab_size):
+        sizes = [rows for _, rows in row.parts]
+        shape = (sum(sizes),) if row.columns is None else (sum(sizes), row.columns)
+        weight = weights.get(row.name)
+        if weight is None and row.name.endswith("bias"):
+            weight = torch.zeros(shape, dtype=weights["wte.weight"].dtype)
+        if weight is not None:
+            weight = weight[:sum(sizes)]  # without padding of the vocabulary
+        if weight is None or weight.shape != shape:
+            hf_class = CLASSES[model_type(config)]
+            raise ValueError(f"the run has no {row.name} of shape {shape}, as {hf_class} has")
+        for (name, _), part in zip(row.parts, weight.split(sizes)):
+            if row.is_transposed:
+                part = part.T
+            theirs[name] = part.clone(memory_format=torch.contiguous_format)  # safetensors accepts no views
     return theirs
 
 
 def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int, folder) -> dict[str, torch.Tensor]:
     """Return the tensors of a Hugging Face folder under the optimized model's names."""
-    prefix = "transformer." if model_type(config) == "gpt2" else "model."
-    if any(name.startswith(("wte.", "embed_tokens.")) for name in tensors):  # without lm_head, as gpt2 is
-        tensors = {name if name == "lm_head.weight" else prefix + name: tensor
-                   for name, tensor in tensors.items()}
     constants = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
-    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(constants)}
+    rest = {name: tensor for name, tensor in with_model_prefix(tensors, config).items()
+            if not name.endswith(constants)}
     weights = {}
-    for ours, parts, columns, is_transposed in table(config, vocab_size):
-        found = []
-        for name, rows in parts:
-            shape = (rows,) if columns is None else (columns, rows) if is_transposed else (rows, columns)
-            part = rest.pop(name, None)
-            if part is None or part.shape != shape:
-                is_there = "is missing" if part is None else f"has shape {tuple(part.shape)}"
-                raise ValueError(f"{folder}: tensor {name} {is_there}; config.json asks for {shape}")
-            if part.dtype not in (torch.float32, torch.bfloat16):
-                raise ValueError(f"{folder}: tensor {name} is {part.dtype}; save the model in bfloat16")
-            found.append(part.T if is_transposed else part)
-        weight = torch.cat(found) if len(found) > 1 else found[0].contiguous()
-        if config.bias or not ours.endswith(("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")):
-            weights[ours] = weight
+    for row in table(config, vocab_size):
+        parts = [take_part(rest, name, rows, row, folder) for name, rows in row.parts]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if config.bias or not row.name.endswith(("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")):
+            weights[row.name] = weight
         elif weight.any():
+            name, _ = row.parts[-1]
             raise ValueError(f"{folder}: tensor {name} is not zero, but the entry nanote in config.json says "
                              "bias false; remove that entry")
     if config.tie_embeddings:
@@ -238,3 +248,28 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int, folder) -
     if rest:
         raise ValueError(f"{folder}: tensor {min(rest)}: nanoTE's model has no place for it")
     return weights
+
+
+def with_model_prefix(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
+    """Return tensors under the names of a model with lm_head. Without one, as in gpt2, they lack a prefix."""
+    if not any(name.startswith(("wte.", "embed_tokens.")) for name in tensors):
+        return tensors
+    prefix = "transformer." if model_type(config) == "gpt2" else "model."
+    return {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def take_part(tensors: dict[str, torch.Tensor], name: str, rows: int, row: Weight, folder) -> torch.Tensor:
+    """Remove a tensor that is a part of a weight of ours, and return it in our layout."""
+    if row.columns is None:
+        shape = (rows,)
+    else:
+        shape = (row.columns, rows) if row.is_transposed else (rows, row.columns)
+    if name not in tensors:
+        raise ValueError(f"{folder}: tensor {name} is missing; config.json asks for {shape}")
+    part = tensors.pop(name)
+    if part.shape != shape:
+        raise ValueError(f"{folder}: tensor {name} has shape {tuple(part.shape)}; config.json asks for "
+                         f"{shape}")
+    if part.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{folder}: tensor {name} is {part.dtype}; save the model in bfloat16")
+    return part.T if row.is_transposed else part

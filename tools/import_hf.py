@@ -74,8 +74,9 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
     adamw = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
-        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(parameter.shape))
-        adamw.state[parameter] = moments | {"master_param": parameter.detach().float()}
+        zeros = torch.zeros(parameter.shape)
+        adamw.state[parameter] = {
+            "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": parameter.detach().float()}
     with new_folder(run, advice="name another folder") as unfinished:
         saver = checkpoint.Saver(unfinished, keep=1)
         saver.save(0, model, optimizers.Optimizer(model, adamw), meta)
@@ -130,11 +131,14 @@ def read_model(folder: Path, rows: int):
 
 
 def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the folder, with embeddings of `rows` rows: new ones are the mean."""
     weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size, folder)
-    for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
-        weight, padding = weights[embedding], max(0, rows - vocab_size)
-        mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
-        weights[embedding] = torch.cat((weight, mean.expand(padding, -1)))
+    padding = max(0, rows - vocab_size)
+    for name in ("wte.weight", "lm_head.weight"):
+        if name in weights:
+            weight = weights[name]
+            mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
+            weights[name] = torch.cat((weight, mean.expand(padding, -1)))
     return weights
 
 
@@ -155,9 +159,11 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the files that transformers reads; float16 as float32, which is exact."""
     from safetensors.torch import load_file
 
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
-        names = sorted(set(read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values()))
+    if (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        index = read_json(folder / "model.safetensors.index.json")
+        names = sorted(set(index.get("weight_map", {}).values()))
     if not names:
         raise ValueError(f"{folder}: no model.safetensors; a pickle (*.bin) is not read, since it can run "
                          "code: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) converts it")

@@ -20,26 +20,40 @@ def package_documents(left_out):
     one that repeats an earlier one is dropped: that in train stays. Near-duplicates have a Jaccard similarity
     of at least 0.7 over sequences of 5 words; MinHash finds 99 % of them (25 bands of 5 hashes).
     """
-    index, minhashes = MinHashLSH(params=(25, 5), num_perm=125), []
+    index = MinHashLSH(params=(25, 5), num_perm=125)
+    minhashes = []  # of the documents, by their number in `index`
     for fraction, _, path in sorted(package_files(), key=lambda file: (-file[0], file[1])):
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            text = ""
+        text = read_text(path)
         words = text.encode().split()
-        visible = b"".join(words)
-        is_table = len(visible.translate(None, NO_LETTERS)) < 0.4 * len(visible)
-        if not words or len(text) > 2 << 20 or max(map(len, words)) > 1000 or is_table:
+        if not is_prose(text, words):
             left_out["files that are no text, empty, over 2 MiB, or mostly numbers or long words"] += 1
             continue
         minhash = MinHash(num_perm=125, hashfunc=crc32)
-        minhash.update_batch({b" ".join(words[start:start + 5]) for start in range(max(len(words) - 4, 1))})
+        starts = range(max(len(words) - 4, 1))
+        minhash.update_batch({b" ".join(words[start:start + 5]) for start in starts})
         if any(minhash.jaccard(minhashes[other]) >= 0.7 for other in index.query(minhash)):
             left_out["duplicates or near-duplicates"] += 1
             continue
         index.insert(len(minhashes), minhash)
         minhashes.append(minhash)
         yield text, fraction
+
+
+def read_text(path):
+    """Return the text of a UTF-8 file, "" if it is none."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def is_prose(text, words):
+    """Return whether a text is source code or prose: not empty, huge, or mostly numbers or long words."""
+    if not words or len(text) > 2 << 20 or max(map(len, words)) > 1000:
+        return False
+    visible = b"".join(words)
+    letters = visible.translate(None, delete=NO_LETTERS)
+    return len(letters) >= 0.4 * len(visible)
 
 
 def package_files():
@@ -49,4 +63,6 @@ def package_files():
         for file in package.files or ():
             if file.suffix in SOURCES and ".dist-info" not in file.parts[0]:
                 yield hash_fraction(name.encode()), str(file), Path(package.locate_file(file))
-    yield from ((1.0, str(path), path) for path in stdlib_files() if path.suffix in SOURCES)
+    for path in stdlib_files():
+        if path.suffix in SOURCES:
+            yield 1.0, str(path), path

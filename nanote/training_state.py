@@ -1,0 +1,234 @@
+"""The state of a training run as tensors with names, which checkpoints store: of model, optimizer, FP8 scales
+and random number generators.
+
+- Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
+- `parts_to_write` says what each rank stores: its shard of a sharded parameter, and its share of the tensors
+  that all ranks have. `load_weights`, `load_optimizer` and `set_rng_state` put the tensors back.
+- A run may resume in another dtype: the float32 master of a BF16 weight is stored with the optimizer's state,
+  and weights are loaded from it. A BF16 run makes masters of the weights of a float32 run.
+"""
+import json
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from nanote import parallel, recipes
+
+NUMBER = ":number"  # ends the name of a number in an optimizer's state, which is stored as a 0-d tensor
+
+
+# ---------------------------------------------------------------- names
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of parameters and buffers, without the FP8 state; tied ones once."""
+    weights, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or is_fp8_state(name):
+            continue
+        identity = id(parallel.local_part(tensor))
+        if identity not in seen:
+            seen.add(identity)
+            weights[name] = tensor
+    return weights
+
+
+def is_fp8_state(name: str) -> bool:
+    """Return whether a tensor of a state dict is FP8 state, which `recipes.get_state` returns."""
+    return name.endswith("._extra_state") or ".scaling_fwd." in name or ".scaling_bwd." in name
+
+
+def names_of_parameters(weights: dict[str, torch.Tensor]) -> dict[int, str]:
+    """Return {id of this rank's part: name}: an optimizer has the parts."""
+    return {id(parallel.local_part(tensor)): name for name, tensor in weights.items()}
+
+
+def parameter_name(stored_name: str) -> str:
+    """Return "wte.weight" for "model.wte.weight" and "optimizer.wte.weight.exp_avg"; "" for other tensors."""
+    kind, _, rest = stored_name.partition(".")
+    if kind == "model":
+        return rest
+    if kind == "optimizer":
+        parameter, _, _ = rest.rpartition(".")
+        return parameter
+    return ""
+
+
+def with_prefix(tensors: dict, prefix: str) -> dict:
+    """Return the tensors whose names begin with `prefix`, named by the rest."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+# ---------------------------------------------------------------- from a run to tensors
+
+class Part(NamedTuple):
+    """What one rank writes of a tensor: all of it, or a shard."""
+    name: str
+    tensor: torch.Tensor
+    offsets: list[int]  # index of its first value in the whole tensor
+
+
+def parts_to_write(model, optimizer) -> Iterator[Part]:
+    """Yield what this rank writes, so that every tensor is written once and all ranks write as much.
+
+    Parts are yielded one by one since some are temporary: a float32 master may be computed here.
+    """
+    own_rank = parallel.rank()
+    bytes_of_ranks = [0] * parallel.world_size()  # of the tensors that all ranks have
+    for name, tensor, parameter in named_tensors(model, optimizer):
+        if isinstance(parameter, DTensor):
+            if tensor.numel() > 0 and is_first_replica(parameter):  # a small one has fewer shards than ranks
+                yield Part(name, tensor.contiguous(), shard_offsets(parameter))
+            continue
+        writer = bytes_of_ranks.index(min(bytes_of_ranks))
+        bytes_of_ranks[writer] += tensor.nbytes
+        if writer == own_rank:
+            yield Part(name, tensor.contiguous(), [0] * tensor.dim())
+    for name, tensor in rng_state().items():  # each rank has its own
+        yield Part(f"rng{own_rank}.{name}", tensor, [0] * tensor.dim())
+
+
+def named_tensors(model, optimizer):
+    """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state.
+
+    If `parameter` is a DTensor, `tensor` is this rank's shard of it or of a state with the same shards;
+    otherwise all ranks have the whole tensor.
+    """
+    weights = weights_of(model)
+    for name, weight in weights.items():
+        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+    names = names_of_parameters(weights)
+    for own, state in optimizer.state.items():
+        name = names[id(own)]
+        for key, value in state.items():
+            if key == "master_param" and not has_master(own):
+                continue
+            if key == "master_param" and value.dtype == torch.int16:
+                value = join_remainder(own.detach(), value)
+            if isinstance(value, int | float):
+                key += NUMBER
+                value = torch.from_numpy(np.array(value))
+            if isinstance(value, torch.Tensor):
+                parameter = weights[name] if value.shape == own.shape else None  # a step count is not sharded
+                yield f"optimizer.{name}.{key}", value.detach(), parameter
+    for name, value in recipes.get_state(model).items():
+        yield f"fp8.{name}", value, None
+
+
+def is_first_replica(parameter: DTensor) -> bool:
+    """Return whether this rank is the first of those that have the same shard (hsdp: one on each machine)."""
+    coordinates = parameter.device_mesh.get_coordinate()
+    for coordinate, placement in zip(coordinates, parameter.placements):
+        if placement.is_replicate() and coordinate > 0:
+            return False
+    return True
+
+
+def shard_offsets(parameter: DTensor) -> list[int]:
+    """Return the index of the first value of this rank's shard in the whole parameter."""
+    [chunk] = parameter.__create_chunk_list__()  # as DCP asks for it
+    return list(chunk.offsets)
+
+
+# ---------------------------------------------------------------- from tensors to a run
+
+def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
+    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model.
+
+    A weight that has a float32 master becomes the master, rounded to the model's dtype. The stored weight is
+    rounded to BF16, and in a run of version 0.2 with --fp8-param to FP8.
+    """
+    for name, weight in weights_of(model).items():
+        source = stored.get(f"optimizer.{name}.master_param")
+        if source is None:
+            source = stored[f"model.{name}"]
+        parallel.local_part(weight).copy_(source)
+
+
+def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_groups=()) -> None:
+    """Restore step counts and state of an optimizer, in place.
+
+    stored: of this rank, with all of the model's weights. stored_groups: options of its parameter groups, of
+    which only the step counts are used; the options of this run decide the rest.
+    """
+    for group, stored_group in zip(optimizer.param_groups, stored_groups):
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].fill_(stored_group.get("step", 0))
+        elif "step" in stored_group:
+            group["step"] = stored_group["step"]
+    names = names_of_parameters(weights_of(model))
+    for part in optimizer.parts:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                state = with_prefix(stored, f"optimizer.{name}.")
+                load_parameter_state(part, parameter, state, stored[f"model.{name}"])
+
+
+def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: dict, weight) -> None:
+    """Restore the state of one parameter. `weight`: the parameter as it is stored."""
+    state = optimizer.state[parameter]
+    if stored and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
+        optimizer.initialize_state(parameter, False)  # else it allocates in its first step
+    if not has_master(parameter):
+        stored.pop("master_param", None)
+    elif "master_param" in state and "master_param" not in stored:  # of a float32 run
+        stored["master_param"] = weight.float()
+    for key, value in stored.items():
+        own = state.get(key)
+        if key.endswith(NUMBER):
+            state[key.removesuffix(NUMBER)] = value.item()
+        elif own is None:
+            device = "cpu" if key == "step" else parameter.device  # where torch's optimizers count steps
+            state[key] = value.to(device)
+        elif key == "master_param" and own.dtype == torch.int16:
+            rounded, remainder = split_remainder(value)
+            parameter.copy_(rounded)
+            own.copy_(remainder)
+        else:
+            own.copy_(value)
+
+
+# ---------------------------------------------------------------- float32 masters
+
+def has_master(parameter) -> bool:
+    """Return whether a float32 master is trained: not of float32 weights, for which TE allocates one too."""
+    return parameter.dtype != torch.float32
+
+
+def join_remainder(weight, remainder) -> torch.Tensor:
+    """Return the float32 master of a BF16 weight and its int16 remainder (TE's `store_param_remainders`)."""
+    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split float32 into (BF16, int16); `join_remainder` restores it bit for bit."""
+    bits = master.contiguous().view(torch.int32)
+    remainder = bits.to(torch.int16)
+    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
+
+
+# ---------------------------------------------------------------- random number generators
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of this rank's generators: those of Python and numpy as JSON in a uint8 tensor."""
+    numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    host = json.dumps([random.getstate(), numpy_state]).encode()
+    state = {"torch": torch.get_rng_state(), "host": torch.frombuffer(bytearray(host), dtype=torch.uint8)}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Restore the result of `rng_state`."""
+    python_state, numpy_state = json.loads(state["host"].numpy().tobytes())
+    version, numbers, gauss = python_state
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(numpy_state))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
