@@ -443,7 +443,8 @@ class LayerNormLinear(Module):
         self.add_linear("", out_features, in_features, bias, init_method)
 
     def run(self, x, is_first_microbatch):
-        return fused.norm_linear(Stream(x), self, is_first_microbatch=is_first_microbatch)[1]
+        _, y = fused.norm_linear(Stream(x), self, is_first_microbatch=is_first_microbatch)
+        return y
 
 
 class LayerNormMLP(Module):
@@ -463,7 +464,7 @@ class LayerNormMLP(Module):
         self.add_linear("fc2_", hidden_size, ffn_hidden_size, bias, output_layer_init_method)
 
     def run(self, x, is_first_microbatch):
-        _, hidden = fused.norm_linear(Stream(x), self, "fc1", is_first_microbatch=is_first_microbatch)
+        _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 

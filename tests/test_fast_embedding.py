@@ -52,19 +52,19 @@ def test_sum_by_index(count, vocab_size, columns, kind, dtype):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_without_positions(tied):
-    """Autograd adds the gradient to the output head's; with tied_dweight it is added in place, once."""
+    """Autograd adds the gradient to the output head's; with a TiedGradient it is added in place, once."""
     torch.manual_seed(1)
     weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
     tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
     dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
-    tied_dweight = [] if tied else None
-    x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
+    tied_gradient = fast_embedding.TiedGradient() if tied else None
+    x = fast_embedding.embed(tokens, weight, tied_gradient=tied_gradient)
     assert torch.equal(x, weight[tokens])
     if tied:
-        tied_dweight.append(head_dweight)
+        tied_gradient.add(head_dweight)
         x.backward(dy)
-        assert not tied_dweight and torch.equal(weight.grad, head_dweight)
+        assert tied_gradient.take() is None and torch.equal(weight.grad, head_dweight)
     else:
         ((x * dy).sum() + (weight * head_dweight).sum()).backward()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
