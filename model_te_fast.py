@@ -19,24 +19,28 @@ References: those of `model_te_optimized.py`; the fusions are explained in `fast
 """
 
 import math
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from fast_kernels import fused
 from fast_kernels import modules as te
 from fast_kernels.attention import packed_attention
-from fast_kernels.embedding import embed
+from fast_kernels.embedding import TiedGradient, embed
 from fast_kernels.fused import Stream
 from fast_kernels.loss import cross_entropy
 from fast_kernels.modules import DelayedScaling, Format
+from fast_kernels.state_dict import load_fp8_state, save_fp8_state
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+
+
+def residual_init(config):
+    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
+    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
 
 def round_up(n, multiple):
@@ -75,19 +79,27 @@ class FastConfig:
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
         self.n_inner = default if self.n_inner is None else self.n_inner
+        has_own_head_dim = bool(self.head_dim)
+        if not has_own_head_dim:
+            self.head_dim = self.n_embd // self.n_head
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
-        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
-        for field, multiple in multiples.items():
-            if (value := getattr(self, field)) % multiple:
-                works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
+        self.check_multiple("vocab_size", 32)
+        self.check_multiple("n_embd", fp8 if has_own_head_dim else math.lcm(fp8, self.n_head))
+        self.check_multiple("n_inner", fp8)
+        # n_kv_head · head_dim is a dimension of a GEMM, and RoPE rotates pairs
+        of_gemm = fp8 // math.gcd(fp8, self.n_kv_head)
+        self.check_multiple("head_dim", math.lcm(of_gemm, 2) if self.use_rotary else of_gemm)
         heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         if self.n_kv_head not in heads:
             raise ValueError(f"{type(self).__name__}.n_kv_head={self.n_kv_head!r}: must be one of {heads}")
+
+    def check_multiple(self, field, multiple):
+        """Raise ValueError unless a field is a multiple of this number."""
+        value = getattr(self, field)
+        if value % multiple:
+            works = round_up(value, 128 if field == "vocab_size" else multiple)
+            rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
 
     @property
     def norm(self):  # arguments of TE's modules
@@ -128,22 +140,25 @@ class Attention(nn.Module):
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
-        config, first = self.config, dict(is_first_microbatch=is_first_microbatch)
-        norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
-        stream, qkv = fused.norm_linear(stream, self.qkv, **first)  # (B·S, (n_head + 2 n_kv_head) · D)
+        config = self.config
+        q_weight = k_weight = None
+        if config.use_qk_norm:
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        # qkv: (B·S, (n_head + 2 n_kv_head) · D)
+        stream, qkv = fused.norm_linear(stream, self.qkv, is_first_microbatch=is_first_microbatch)
         y = packed_attention(
-            qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
-            cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
-        return fused.Output(stream, fused.linear(y.flatten(0, 1), self.proj, **first))
+            qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, q_weight, k_weight,
+            config.layernorm_epsilon, cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
+        y = y.flatten(0, 1)
+        return fused.Output(stream, fused.linear(y, self.proj, is_first_microbatch))
 
 
 class MLP(te.LayerNormMLP):
     """Norm, linear, activation, linear: Stream -> fused.Output."""
 
     def forward(self, stream, is_first_microbatch=None):
-        first = dict(is_first_microbatch=is_first_microbatch)
-        stream, hidden = fused.norm_linear(stream, self, "fc1", **first)
-        return fused.Output(stream, fused.activation_linear(hidden, self, **first))
+        stream, hidden = fused.norm_fc1(stream, self, is_first_microbatch)
+        return fused.Output(stream, fused.activation_linear(hidden, self, is_first_microbatch))
 
 
 class Block(nn.Module):
@@ -212,11 +227,17 @@ class FastGPT2Model(nn.Module):
         positions = torch.arange(length, device=input_ids.device)
         if cu_seqlens is not None:
             positions = document_positions(cu_seqlens, batch, length)
-        rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        # a list that passes the gradient of a tied weight from lm_head's backward pass to that of `embed`
-        tied_dweight = [] if config.tie_embeddings and config.fp8_lm_head and config.use_fp8 else None
-        table = (None, None) if config.use_rotary else (positions, self.wpe.weight)
-        x = self.dropout(embed(input_ids, self.wte.weight, *table, tied_dweight))  # (B, S, n_embd)
+        # FP8: the embedding's gradient is added in place to that of lm_head, which has the same weight
+        tied_gradient = None
+        if config.tie_embeddings and config.fp8_lm_head and config.use_fp8:
+            tied_gradient = TiedGradient()
+        if config.use_rotary:
+            rope = rope_tables(positions, config.head_dim, config.rope_theta)
+            x = embed(input_ids, self.wte.weight, tied_gradient=tied_gradient)  # (B, S, n_embd)
+        else:
+            rope = None
+            x = embed(input_ids, self.wte.weight, positions, self.wpe.weight, tied_gradient)
+        x = self.dropout(x)
         with self.autocast():
             first = self.quantize_weights(is_first_microbatch)
             stream = Stream(x.flatten(0, 1))
@@ -224,7 +245,7 @@ class FastGPT2Model(nn.Module):
                 with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False):
                     run = partial(te.checkpoint, block) if self.recomputes() else block
                     stream = run(stream, input_ids.shape, rope, cu_seqlens, first)
-            return self.output(stream, labels, first, input_ids.shape, tied_dweight)
+            return self.output(stream, labels, first, input_ids.shape, tied_gradient)
 
     def autocast(self, enabled=True):
         """Return the context in which GEMMs run in FP8."""
@@ -253,49 +274,15 @@ class FastGPT2Model(nn.Module):
             return is_first_microbatch
         if is_first_microbatch is not False:
             in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]
-            te.quantize_weights(in_fp8 + [self.lm_head] if config.fp8_lm_head else in_fp8)
+            if config.fp8_lm_head:
+                in_fp8.append(self.lm_head)
+            te.quantize_weights(in_fp8)
         return False
 
-    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_dweight=None):
+    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_gradient=None):
         """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or with labels the loss."""
         with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
-            _, logits = fused.norm_linear(
-                stream, self.lm_head, tied_dweight=tied_dweight, is_first_microbatch=is_first_microbatch)
+            _, logits = fused.norm_linear(stream, self.lm_head, tied_gradient, is_first_microbatch)
         if labels is None:
             return logits.view(*size, -1)
         return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
-
-
-def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Write scales (n,) and amax histories (length, n) of the modules as tensors."""
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if scaling is not None:
-                vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
-
-
-def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take scales and histories out of a state dict, and set them if the model runs in FP8."""
-    has_scales = False
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            has_scales = has_scales or scale is not None
-            if scale is not None and model.config.use_fp8:
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history
-                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
-                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
-    if model.config.use_fp8 and not has_scales:
-        warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
-                      "are 1 before its first pass", stacklevel=2)
-
-
-def residual_init(config):
-    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
-    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))

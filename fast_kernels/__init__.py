@@ -6,6 +6,7 @@
 - modules.py     LayerNormLinear, Linear, LayerNormMLP, autocast …: delayed scaling in FP8, or no FP8
 - fused.py       a training pass in which each kernel does what the module before it left
 - traced.py      the modules under torch.compile, as one graph
+- state_dict.py  scales and amax histories in a model's state dict
 - fp8.py         FP8 tensors that pass through autograd
 - scales.py      the update of all scales under delayed scaling, in one launch
 - casts.py       norm, activation, bias and cast, each writing FP8

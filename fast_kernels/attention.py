@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -37,13 +37,20 @@ def packed_attention_reference(qkv, n_head, n_kv_head, rope=None, q_weight=None,
     """`packed_attention` in plain PyTorch."""
     qkv = qkv.flatten(2).unflatten(2, (n_head + 2 * n_kv_head, -1))
     q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+    length, head_dim = q.shape[1], q.shape[3]
     if q_weight is not None:
-        q, k = (F.rms_norm(x, x.shape[-1:], weight, eps) for x, weight in ((q, q_weight), (k, k_weight)))
+        q = F.rms_norm(q, (head_dim,), q_weight, eps)
+        k = F.rms_norm(k, (head_dim,), k_weight, eps)
     if rope is not None:
-        cos, sin = (table.reshape(-1, qkv.shape[1], 1, q.shape[-1] // 2) for table in rope)
-        halves = [x.chunk(2, dim=-1) for x in (q, k)]
-        q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(v.dtype) for a, b in halves)
+        cos, sin = (table.reshape(-1, length, 1, head_dim // 2) for table in rope)
+        q = _rotate_reference(q, cos, sin)
+        k = _rotate_reference(k, cos, sin)
     return sdpa(q, k, v, cu_seqlens, window).flatten(2)
+
+
+def _rotate_reference(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5,
@@ -63,22 +70,20 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
             Not checked, which would need a host synchronization. None: each sequence is one document.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
     """
-    (batch, length), heads = qkv.shape[:2], n_head + 2 * n_kv_head
-    if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
+    batch, length = qkv.shape[:2]
+    heads = n_head + 2 * n_kv_head
+    has_other_heads = qkv.dim() == 4 and qkv.shape[2] != heads
+    if n_head % n_kv_head or qkv.shape[2:].numel() % heads or has_other_heads:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
                          "heads, n_kv_head dividing n_head")
     qkv = qkv.contiguous().view(batch, length, heads, -1)
-    dim = qkv.shape[-1]
-    if (q_weight is None) != (k_weight is None) or (
-            q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)):
-        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
-    if dim % 2 and (rope is not None or q_weight is not None):
-        raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
-    cos, sin = (None, None) if rope is None else rope
+    head_dim = qkv.shape[3]
+    _check_norm_weights(q_weight, k_weight, head_dim)
+    if head_dim % 2 and (rope is not None or q_weight is not None):
+        raise ValueError(f"head dimension {head_dim}: RoPE and QK-norm need an even one")
+    cos = sin = None
     if rope is not None:
-        if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
-            raise ValueError(f"rope tables {tuple(cos.shape)}: ({length}, {dim // 2}) fit qkv")
-        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        cos, sin = _check_rope(rope, qkv)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
@@ -89,18 +94,41 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     return out.flatten(2)
 
 
+def _check_norm_weights(q_weight, k_weight, head_dim):
+    if q_weight is None and k_weight is None:
+        return
+    shape = (head_dim,)
+    if q_weight is None or k_weight is None or not q_weight.shape == k_weight.shape == shape:
+        raise ValueError(f"q_weight and k_weight: give both, of shape ({head_dim},), or neither")
+
+
+def _check_rope(rope, qkv):
+    """Return cos and sin in float32, contiguous."""
+    batch, length, _, head_dim = qkv.shape
+    cos, sin = rope
+    of_positions = length * head_dim // 2
+    if cos.numel() != sin.numel() or cos.numel() not in (of_positions, batch * of_positions):
+        raise ValueError(f"rope tables {tuple(cos.shape)}: ({length}, {head_dim // 2}) fit qkv")
+    return cos.float().contiguous(), sin.float().contiguous()
+
+
 def _setup_context(ctx, inputs, output):
-    qkv, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options = inputs
+    qkv, cos, sin, q_weight, k_weight, cu_seqlens, *options = inputs
     out, qk, lse = output
     ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
+    ctx.options = options  # n_head, n_kv_head, eps, window
     ctx.mark_non_differentiable(qk, lse)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dout, *_):
-    saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
-    dqkv, *dweights = _attention_backward(dout.contiguous(), *saved, *ctx.options)
-    return dqkv, None, None, *(dweights if saved[6] is not None else (None, None)), *[None] * 5
+def _differentiate(ctx, dout, dqk, dlse):
+    # saved_tensors is read once: under checkpointing a second read fails
+    qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens = ctx.saved_tensors
+    dqkv, dq_weight, dk_weight = _attention_backward(
+        dout.contiguous(), qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options)
+    if q_weight is None:
+        dq_weight = dk_weight = None
+    return dqkv, None, None, dq_weight, dk_weight, None, None, None, None, None
 
 
 @operation(
@@ -110,8 +138,9 @@ def _differentiate(ctx, dout, *_):
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
     """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp."""
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
-    qk = qkv.new_empty(0)
-    if cos is not None or q_weight is not None:
+    if cos is None and q_weight is None:
+        qk = qkv.new_empty(0)
+    else:
         qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     out, lse = _attend(q, k, v, cu_seqlens, window)
@@ -130,28 +159,35 @@ def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, c
     dqkv = torch.empty_like(qkv)
     if not is_fake(qkv):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
-    return dqkv, *_norm_rope_backward(
+    dq_weight, dk_weight = _norm_rope_backward(
         qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
+    return dqkv, dq_weight, dk_weight
 
 
 def attention(q, k, v, cu_seqlens=None):
     """Compute causal softmax(q · kᵀ / √D) · v, (B, S, n_head, D), of q (B, S, n_head, D) and k and v
     (B, S, n_kv_head, D), with the kernels of `packed_attention`; cu_seqlens as there."""
-    return _separate_attention(q, k, v, cu_seqlens)[0]
+    out, _ = _separate_attention(q, k, v, cu_seqlens)
+    return out
 
 
 def _setup_separate(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(output[1])
+    q, k, v, cu_seqlens = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, cu_seqlens, out, lse)
+    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_separate(ctx, dout, _):
+def _differentiate_separate(ctx, dout, dlse):
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
+    dout = dout.contiguous()
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
-        return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
-    return *(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)), None
+        dqkv = _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse)
+        dq, dk, dv = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
+        return dq, dk, dv, None
+    dq, dk, dv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -164,16 +200,18 @@ def _separate_attention(q, k, v, cu_seqlens):
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
 def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     """Return the gradients of q, k and v in one tensor, (B, S, heads, D)."""
-    dqkv = q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3]))
+    batch, length, n_head, head_dim = q.shape
+    dqkv = q.new_empty((batch, length, n_head + 2 * k.shape[2], head_dim))
     if not is_fake(q):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)
     return dqkv
 
 
 def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
-    slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
+    """Write the gradients of q, k and v to the heads of dqkv."""
+    slices = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
     gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, slices)
-    if gradients is not slices:
+    if gradients is not slices:  # FlashAttention 4 has written to them
         torch.cat(gradients, dim=2, out=dqkv)
 
 
@@ -185,23 +223,28 @@ def _fa4_supports(head_dim, major):
     never run."""
     if fa4_forward is None or head_dim % 8 or not 24 <= head_dim <= 256:
         return False
-    return major == 9 or major in (10, 11, 12) and head_dim <= 128
+    return major == 9 or (major in (10, 11, 12) and head_dim <= 128)
 
 
 def _pick_kernel(q, cu_seqlens, window):
     """Return "fa4", "cudnn", "flash" (FlashAttention 2 in PyTorch) or "sdpa"."""
-    head_dim, is_half = q.shape[-1], q.dtype in (torch.bfloat16, torch.float16)
+    length, head_dim = q.shape[1], q.shape[3]
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
     if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
         return "sdpa"
-    major = torch.cuda.get_device_capability()[0]
+    major, _ = torch.cuda.get_device_capability()
     if _fa4_supports(head_dim, major):
         return "fa4"
-    has_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
-    fits_cudnn = (
-        major in (9, 10) and head_dim <= 128 and q.shape[1] > 1 and cu_seqlens is None and window is None)
-    if has_cudnn and fits_cudnn and not torch.are_deterministic_algorithms_enabled():
+    if _cudnn_supports(length, head_dim, major) and cu_seqlens is None and window is None:
         return "cudnn"
     return "flash" if major >= 8 else "sdpa"
+
+
+def _cudnn_supports(length, head_dim, major):
+    is_enabled = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    if not is_enabled or torch.are_deterministic_algorithms_enabled():
+        return False
+    return major in (9, 10) and head_dim <= 128 and length > 1
 
 
 def sdpa(q, k, v, cu_seqlens=None, window=None, dropout_p=0.0):
@@ -211,20 +254,30 @@ def sdpa(q, k, v, cu_seqlens=None, window=None, dropout_p=0.0):
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
     mask = None
     if cu_seqlens is not None or window is not None:
-        token = torch.arange(q.shape[1], device=q.device, dtype=torch.int32)
-        distance = token[:, None] - token[None, :]
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if cu_seqlens is not None:
-        document = torch.searchsorted(cu_seqlens, token, right=True)
-        mask &= document[:, None] == document[None, :]
+        mask = _sdpa_mask(q.shape[1], q.device, cu_seqlens, window)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2], dropout_p=dropout_p)
     return y.transpose(1, 2).contiguous().view(shape)
 
 
+def _sdpa_mask(length, device, cu_seqlens, window):
+    """Return which tokens (second dimension) a token attends to, (length, length) bool."""
+    token = torch.arange(length, device=device, dtype=torch.int32)
+    distance = token[:, None] - token[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens, token, right=True)
+        mask &= document[:, None] == document[None, :]
+    return mask
+
+
 def _window_options(window):
-    return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
+    if window is None:
+        return {}
+    return dict(window_size_left=window - 1, window_size_right=0)
 
 
 def _varlen_options(q, cu_seqlens):
@@ -236,31 +289,39 @@ def _tile_option(q):
     """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper, where
     the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %."""
     is_small = q.shape[1] <= 1024 and q.shape[-1] <= 64
-    return dict(tile_mn=(128, 128)) if is_small and torch.cuda.get_device_capability()[0] == 9 else {}
+    if is_small and torch.cuda.get_device_capability()[0] == 9:
+        return dict(tile_mn=(128, 128))
+    return {}
 
 
 def _attend(q, k, v, cu_seqlens, window):
     """Return the output (B, S, n_head, D), and the log-sum-exp, float32, (B, n_head, S) or, with documents,
     (n_head, B·S). SDPA has none."""
-    kernel, shape, (batch, length, heads, _) = _pick_kernel(q, cu_seqlens, window), q.shape, q.shape
+    batch, length, heads, _ = shape = q.shape
+    kernel = _pick_kernel(q, cu_seqlens, window)
     if is_fake(q):
         lse_shape = (batch, heads, length) if cu_seqlens is None else (heads, batch * length)
-        return q.new_empty(shape), q.new_empty(0 if kernel == "sdpa" else lse_shape, dtype=torch.float32)
+        if kernel == "sdpa":
+            lse_shape = 0
+        return q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
     if kernel == "sdpa":
         return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
+        # no bias, with log-sum-exp, no dropout, causal
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
         return out.transpose(1, 2).contiguous(), lse.view(batch, heads, length)
-    options = _tile_option(q) if cu_seqlens is None else _varlen_options(q, cu_seqlens)
+    options = _window_options(window)
+    if kernel == "fa4":
+        options |= _tile_option(q) if cu_seqlens is None else _varlen_options(q, cu_seqlens)
     if cu_seqlens is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
-    if kernel == "flash":
-        out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, **_window_options(window))
+    if kernel == "fa4":
+        out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
     else:
-        out, lse = fa4_forward(
-            q, k, v, causal=True, return_lse=True, **_window_options(window), **options)[:2]
+        # longest query and key, no dropout, causal, no debug mask
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, **options)
     return out.contiguous().view(shape), lse
 
 
@@ -269,75 +330,95 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, buffers=None):
     these; all other gradients are new tensors."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            return torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
+        return _sdpa_backward(dout, q, k, v, cu_seqlens, window)
     if kernel == "cudnn":
-        length, nothing = q.shape[1], torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
-        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), nothing, nothing, None, None, None, length, length, 0.0,
-            True)
-        return [x.transpose(1, 2) for x in gradients]
-    varlen, length, shapes = {}, q.shape[1], [x.shape for x in (q, k, v)]
+        return _cudnn_backward(dout, q, k, v, out, lse)
+    length = q.shape[1]
+    shapes = q.shape, k.shape, v.shape
+    options = _window_options(window)
+    if kernel == "fa4":
+        if buffers is None:
+            buffers = [q.new_empty(shape) for shape in shapes]
+        dq, dk, dv = buffers
+        if cu_seqlens is not None:
+            options |= _varlen_options(q, cu_seqlens)
+            dq, dk, dv = (x.flatten(0, 1) for x in buffers)  # views
     if cu_seqlens is not None:
-        varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
-    if kernel == "flash":
-        nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # seed of dropout
-        gradients = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
-            **_window_options(window))
-        return [x.view(shape) for x, shape in zip(gradients, shapes)]
-    if buffers is None:
-        buffers = [q.new_empty(shape) for shape in shapes]
-    dq, dk, dv = buffers if cu_seqlens is None else [x.flatten(0, 1) for x in buffers]  # views
-    fa4_backward(
-        q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
-        deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
-    return buffers
+    if kernel == "fa4":
+        fa4_backward(
+            q, k, v, out, dout, lse, causal=True, dq=dq, dk=dk, dv=dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **options)
+        return buffers
+    seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout; not read
+    # longest query and key, no dropout, causal
+    gradients = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, seed, seed, **options)
+    return [x.view(shape) for x, shape in zip(gradients, shapes)]
+
+
+def _sdpa_backward(dout, q, k, v, cu_seqlens, window):
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
+
+
+def _cudnn_backward(dout, q, k, v, out, lse):
+    length = q.shape[1]
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout; not read
+    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+    # no bias, no documents, longest query and key, no dropout, causal
+    gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, length, length, 0.0, True)
+    return [x.transpose(1, 2) for x in gradients]
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
 
 def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""
-    qk = qkv.new_empty(*qkv.shape[:2], qk_heads, qkv.shape[3])
-    if is_fake(qkv):
-        return qk
-    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
-    _norm_rope_kernel[(tiles,)](
-        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps, **sizes)
+    batch, length, _, head_dim = qkv.shape
+    qk = qkv.new_empty(batch, length, qk_heads, head_dim)
+    if not is_fake(qkv):
+        tiles, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
+        _norm_rope_kernel[(tiles,)](
+            qkv, qk, cos, sin, q_weight, k_weight, n_head=n_head, qk_heads=qk_heads, eps=eps, **sizes)
     return qk
 
 
 def _norm_rope_sizes(qkv, qk_heads, cos):
-    """Return rows, tiles, rows of cos and sin (S or B·S), and the kernels' compile-time arguments."""
-    batch, length, _, dim = qkv.shape
-    positions = cos.numel() // (dim // 2) if cos is not None else length
-    half = 1 << (dim // 2 - 1).bit_length()  # the next power of 2
-    rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    return rows, ceil_div(rows, tile_rows), positions, dict(D=dim, HALF=half, ROWS=tile_rows)
+    """Return (tiles, launch parameters) of both kernels; positions: rows of cos and sin, S or B·S."""
+    batch, length, _, head_dim = qkv.shape
+    positions = length if cos is None else cos.numel() // (head_dim // 2)
+    half = next_power_of_2(head_dim // 2)
+    rows = batch * length * qk_heads
+    tile_rows = max(TILE // half, 1)
+    sizes = dict(
+        rows=rows, positions=positions, token_stride=qkv.stride(1), D=head_dim, HALF=half, ROWS=tile_rows)
+    return ceil_div(rows, tile_rows), sizes
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Replace dqkv's first `qk_heads` heads, the gradient of `_norm_rope`'s output, by that of its input.
     Return the gradients of q_weight and k_weight, (0,) without them."""
-    weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
-    dweights = [torch.empty_like(weight) for weight in weights]
-    if is_fake(qkv) or cos is None and q_weight is None:
-        return dweights
-    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
-    programs, partial_sums = min(tiles, PROGRAMS), None
-    if q_weight is not None:
+    has_norm = q_weight is not None
+    dq_weight = torch.empty_like(q_weight) if has_norm else qkv.new_empty(0)
+    dk_weight = torch.empty_like(k_weight) if has_norm else qkv.new_empty(0)
+    if is_fake(qkv) or (cos is None and not has_norm):
+        return dq_weight, dk_weight
+    tiles, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
+    programs = min(tiles, PROGRAMS)
+    partial_sums = None
+    if has_norm:
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
     _norm_rope_backward_kernel[(programs,)](
-        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, qk_heads,
-        qkv.stride(1), eps, **sizes)
-    if q_weight is not None:
-        for dweight, total in zip(dweights, partial_sums.sum(0)):
-            dweight.copy_(total)
-    return dweights
+        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, n_head=n_head, qk_heads=qk_heads, eps=eps,
+        **sizes)
+    if has_norm:
+        of_q, of_k = partial_sums.sum(0)
+        dq_weight.copy_(of_q)
+        dk_weight.copy_(of_k)
+    return dq_weight, dk_weight
 
 
 @triton.jit
@@ -359,18 +440,20 @@ def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
 def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads,
                       token_stride, eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
     """Normalize and rotate one tile of q and k."""
-    i = tl.arange(0, HALF)
+    i = tl.arange(0, HALF)  # element of a half of a head
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // qk_heads, row % qk_heads
     mask = (row < rows)[:, None] & (i < D // 2)[None, :]
-    a, b = _load_halves(qkv, (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :], mask, D)
-    if q_weight is not None:
+    offset = (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :]
+    a, b = _load_halves(qkv, offset, mask, D)
+    if q_weight is not None:  # QK-norm
         w_a, w_b = _load_weights(q_weight, k_weight, (head >= n_head)[:, None], i, D)
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a, b = a * rstd * w_a, b * rstd * w_b
-    if cos is not None:
+    if cos is not None:  # RoPE
         angle = (token % positions)[:, None] * (D // 2) + i[None, :]
-        c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+        c = tl.load(cos + angle, mask=mask, other=0.0)
+        s = tl.load(sin + angle, mask=mask, other=0.0)
         a, b = a * c - b * s, b * c + a * s
     out = qk + (row.to(tl.int64) * D)[:, None] + i[None, :]
     tl.store(out, a, mask=mask)
@@ -385,9 +468,11 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
 
     With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
-    if q_weight is not None:
-        dwq_a, dwq_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
-        dwk_a, dwk_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    if q_weight is not None:  # this program's sums for dweight of q and of k, in halves
+        dwq_a = tl.zeros((ROWS, HALF), tl.float32)
+        dwq_b = tl.zeros((ROWS, HALF), tl.float32)
+        dwk_a = tl.zeros((ROWS, HALF), tl.float32)
+        dwk_b = tl.zeros((ROWS, HALF), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         token, head = row // qk_heads, row % qk_heads
@@ -396,7 +481,8 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
         a, b = _load_halves(dqkv, offset, mask, D)
         if cos is not None:  # rotate back
             angle = (token % positions)[:, None] * (D // 2) + i[None, :]
-            c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+            c = tl.load(cos + angle, mask=mask, other=0.0)
+            s = tl.load(sin + angle, mask=mask, other=0.0)
             a, b = a * c + b * s, b * c - a * s
         if q_weight is not None:
             is_k = (head >= n_head)[:, None]
@@ -404,16 +490,21 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
             x_a, x_b = _load_halves(qkv, offset, mask, D)
             # recomputed, not saved: x must be read for x̂ in any case
             rstd = tl.rsqrt((tl.sum(x_a * x_a, 1) + tl.sum(x_b * x_b, 1)) / D + eps)[:, None]
-            x_a, x_b = x_a * rstd, x_b * rstd
-            dwq_a, dwq_b = dwq_a + tl.where(is_k, 0.0, a * x_a), dwq_b + tl.where(is_k, 0.0, b * x_b)
-            dwk_a, dwk_b = dwk_a + tl.where(is_k, a * x_a, 0.0), dwk_b + tl.where(is_k, b * x_b, 0.0)
+            x_a, x_b = x_a * rstd, x_b * rstd  # x̂
+            # dweight += dy · x̂
+            dwq_a += tl.where(is_k, 0.0, a * x_a)
+            dwq_b += tl.where(is_k, 0.0, b * x_b)
+            dwk_a += tl.where(is_k, a * x_a, 0.0)
+            dwk_b += tl.where(is_k, b * x_b, 0.0)
+            # dx = rstd · (g - x̂ · mean(g · x̂))
             a, b = a * w_a, b * w_b
             mean = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
             a, b = (a - x_a * mean) * rstd, (b - x_b * mean) * rstd
         tl.store(dqkv + offset, a, mask=mask)
         tl.store(dqkv + offset + D // 2, b, mask=mask)
     if q_weight is not None:
-        dw, inside = partial_sums + tl.program_id(0) * 2 * D + i, i < D // 2
+        dw = partial_sums + tl.program_id(0) * 2 * D + i
+        inside = i < D // 2
         tl.store(dw, tl.sum(dwq_a, 0), mask=inside)
         tl.store(dw + D // 2, tl.sum(dwq_b, 0), mask=inside)
         tl.store(dw + D, tl.sum(dwk_a, 0), mask=inside)

@@ -105,11 +105,13 @@ def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_c
     i, j = tl.arange(0, a.shape[0]), tl.arange(0, a.shape[1])
     fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
     a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    # rowwise
     out = rowwise_ptr + tile_offsets(first_row, first_column, D, 4 * a.shape[0], a.shape[1])
     tl.store(out, a.to(fp8), mask=mask)
     tl.store(out + D, b.to(fp8), mask=mask)
     tl.store(out + 2 * D, c.to(fp8), mask=mask)
     tl.store(out + 3 * D, d.to(fp8), mask=mask)
+    # transposed: four rows of a column are 32 adjacent bits
     corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
     packed = _pack_fp8(a, b, c, d, fp8)
     tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
@@ -143,7 +145,9 @@ def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constex
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     mask, _ = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
-    a, b, c, d = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask, 0)
+    x_ptr += tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
+    a, b, c, d = load_rows(x_ptr, D, mask, 0)
+    # one 32-bit number per column: the bytes of four adjacent rows, the first one lowest
     packed = a.to(tl.int32) | (b.to(tl.int32) << 8) | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
     out_ptr += first_column * (N.to(tl.int64) // 4) + first_row // 4
     tl.store(out_ptr + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
@@ -168,14 +172,14 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
         row = first_row + i
         offsets = row * C + j
         values = _load(x_ptr + offsets, mask)
-        if branch_ptr is not None:
+        if branch_ptr is not None:  # residual = x + branch + branch_bias, rounded to BF16
             values += _load(branch_ptr + offsets, mask)
             if branch_bias_ptr is not None:
                 values += branch_bias
             rounded = round_bf16(values)
             tl.store(residual_ptr + offsets, rounded, mask=mask)
             values = rounded.to(tl.float32)
-        if mean_ptr is not None:
+        if mean_ptr is not None:  # LayerNorm
             mean = tl.sum(values) / C
             tl.store(mean_ptr + row, mean)
             values = tl.where(mask, values - mean, 0.0)
@@ -184,6 +188,7 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
         y = values * rstd * weight
         if mean_ptr is not None:
             y += bias
+        # quantize
         largest = tl.maximum(largest, tl.abs(y))  # ignores NaN, as TE does
         tl.store(rowwise_ptr + offsets, (y * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
@@ -210,14 +215,16 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
     for i in tl.range(tl.cdiv(N - tl.program_id(0), programs), num_stages=STAGES):
         row = first_row + i * programs
         offsets = row * C + j
-        x, dy = _load(residual_ptr + offsets, mask), _load(dy_ptr + offsets, mask)
+        x = _load(residual_ptr + offsets, mask)
+        dy = _load(dy_ptr + offsets, mask)
         if dresidual_ptr is not None:
             dresidual = _load(dresidual_ptr + offsets, mask)
         rstd = tl.load(rstd_ptr + row)
         if mean_ptr is not None:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
-        x *= rstd
+        x *= rstd  # x̂, normalized
         dweight += dy * x
+        # dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)) + dresidual
         g = dy * weight
         if mean_ptr is not None:
             dbias += dy
@@ -232,19 +239,24 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
         dx = tl.where(mask, rounded.to(tl.float32), 0.0)
         if WITH_DBRANCH_BIAS:
             dbranch_bias += dx
-        if scale_ptr is not None:
+        if scale_ptr is not None:  # quantize dx as the branch's gradient
             # ignores NaN, as TE does
             largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(dx), (WIDTH // 8, 8)), 1))
             tl.store(rowwise_ptr + offsets, (dx * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
-    width = C * (1 + (mean_ptr is not None) + WITH_DBRANCH_BIAS)
+    # this program's rows of partial_sums
+    width = C
+    if mean_ptr is not None:
+        width += C
+    if WITH_DBRANCH_BIAS:
+        width += C
     partial_sums_ptr += tl.program_id(0) * width + j
     tl.store(partial_sums_ptr, dweight, mask=mask)
     if mean_ptr is not None:
         tl.store(partial_sums_ptr + C, dbias, mask=mask)
     if WITH_DBRANCH_BIAS:
-        tl.store(partial_sums_ptr + width - C, dbranch_bias, mask=mask)
+        tl.store(partial_sums_ptr + width - C, dbranch_bias, mask=mask)  # the last one
 
 
 @triton.jit
@@ -303,11 +315,16 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     columns = first_column + tl.arange(0, COLUMNS)
     x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
     up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
-    a, b = _activate(x[0], up[0], KIND, GATED), _activate(x[1], up[1], KIND, GATED)
-    c, d = _activate(x[2], up[2], KIND, GATED), _activate(x[3], up[3], KIND, GATED)
+    # a to d: four adjacent rows of the output
+    a = _activate(x[0], up[0], KIND, GATED)
+    b = _activate(x[1], up[1], KIND, GATED)
+    c = _activate(x[2], up[2], KIND, GATED)
+    d = _activate(x[3], up[3], KIND, GATED)
     if bias_ptr is not None and not FITS:  # outside the tensor, x + bias is the bias and not 0
-        a, b = tl.where(mask, a, 0.0), tl.where(mask, b, 0.0)
-        c, d = tl.where(mask, c, 0.0), tl.where(mask, d, 0.0)
+        a = tl.where(mask, a, 0.0)
+        b = tl.where(mask, b, 0.0)
+        c = tl.where(mask, c, 0.0)
+        d = tl.where(mask, d, 0.0)
     tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
     scale = load_scale(scale_ptr, scale_inv_ptr)
     store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
@@ -320,8 +337,11 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
 def _activation_backward(dy, x, up, KIND: tl.constexpr, GATED: tl.constexpr):
     """Return the gradients of x, the activation's input, and of up, the factor of activation(x) if GATED."""
     value, slope = _value_and_slope(x, KIND)
-    dx, dup = slope * widen(dy), value * widen(dy)
-    return dx * up if GATED else dx, dup
+    dx = slope * widen(dy)
+    dup = value * widen(dy)
+    if GATED:
+        dx *= up
+    return dx, dup
 
 
 @triton.jit
@@ -337,7 +357,8 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
     columns = first_column + tl.arange(0, COLUMNS)
     x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
-    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
+    dy_ptr += tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
+    dy = load_rows(dy_ptr, D, mask)
     up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
     scale = load_scale(scale_ptr, scale_inv_ptr)
     # a to d: gradients of x's four rows; e to h: of up's
@@ -367,6 +388,7 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     of x, rowwise data, columnwise data, scale_inv, scale and amax, then N and D."""
     row_ptr = table_ptr + 8 * tl.load(tiles_ptr + 2 * tl.program_id(0))
     tile = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    # a row of the table. multiple_of: addresses and sizes are, so the compiler may load 16 bytes at once
     x_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
     rowwise_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8)), 16)
     columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
@@ -376,10 +398,12 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     mask, _ = tile_mask(first_row, first_column, N, D, False, ROWS, COLUMNS)
     x = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
-    scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
-    if tile == 0:
-        tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
+    scale_inv_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32))
+    scale_ptr = tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scale_ptr)
+    if tile == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
     store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
 
@@ -387,7 +411,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _reduce_rows_kernel(x_ptr, total_ptr, P, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum COLUMNS columns of x (P, W) over its rows, ROWS rows at a time."""
-    i, j = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in range(0, P, ROWS):
         mask = (row + i < P)[:, None] & (j < W)[None, :]

@@ -24,7 +24,15 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.library import ceil_div, check_aligned, check_shape, device_tables, is_fake, operation
+from fast_kernels.library import (
+    ceil_div,
+    check_aligned,
+    check_shape,
+    device_tables,
+    is_fake,
+    next_power_of_2,
+    operation,
+)
 
 # A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
@@ -55,26 +63,43 @@ def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     """`norm`, in float64."""
     residual = x
     if branch is not None:
-        residual = (x.float() + branch + (0 if branch_bias is None else branch_bias)).bfloat16()
-    mean = None if bias is None else residual.double().mean(1)
-    centered = residual.double() if bias is None else residual.double() - mean[:, None]
+        residual = x.float() + branch
+        if branch_bias is not None:
+            residual += branch_bias
+        residual = residual.bfloat16()
+    mean, centered = None, residual.double()
+    if bias is not None:  # LayerNorm
+        mean = centered.mean(1)
+        centered = centered - mean[:, None]
     rstd = (centered.square().mean(1) + eps).rsqrt()
-    normed = centered * rstd[:, None] * weight + (0 if bias is None else bias)
-    return residual, quantize_reference(normed, scale, amax, fp8), mean, rstd
+    y = centered * rstd[:, None] * weight
+    if bias is not None:
+        y += bias
+    return residual, quantize_reference(y, scale, amax, fp8), mean, rstd
 
 
 def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantization=None,
                             with_dbranch_bias=False):
     """`norm_backward`, in float64; dx is not rounded to BF16, but its FP8 tensor is of the rounded values."""
-    dy, centered = dy.double(), residual.double() if mean is None else residual.double() - mean[:, None]
-    g, normed = dy * weight, centered * rstd[:, None]
-    along_mean = 0 if mean is None else g.mean(1, keepdim=True)
-    dx = rstd[:, None] * (g - along_mean - normed * (g * normed).mean(1, keepdim=True))
-    dx = dx if dresidual is None else dx + dresidual
+    dy, centered = dy.double(), residual.double()
+    if mean is not None:  # LayerNorm
+        centered = centered - mean[:, None]
+    normed = centered * rstd[:, None]
+    g = dy * weight
+    dx, dbias = g, None
+    if mean is not None:
+        dx = dx - g.mean(1, keepdim=True)
+        dbias = dy.sum(0)
+    dx = rstd[:, None] * (dx - normed * (g * normed).mean(1, keepdim=True))
+    if dresidual is not None:
+        dx = dx + dresidual
     rounded = dx.bfloat16()
-    quantized = quantization and quantize_reference(rounded, *quantization)
-    dbranch_bias = rounded.double().sum(0) if with_dbranch_bias else None
-    return dx, quantized, dbranch_bias, (dy * normed).sum(0), None if mean is None else dy.sum(0)
+    quantized = dbranch_bias = None
+    if quantization is not None:
+        quantized = quantize_reference(rounded, *quantization)
+    if with_dbranch_bias:
+        dbranch_bias = rounded.double().sum(0)
+    return dx, quantized, dbranch_bias, (dy * normed).sum(0), dbias
 
 
 def activation_reference(activation, x):
@@ -87,16 +112,20 @@ def activation_reference(activation, x):
 
 def activate_reference(activation, x, bias, scale, amax, fp8):
     """`activate`, in float64."""
-    x = x.double() if bias is None else x.double() + bias
-    return quantize_reference(activation_reference(activation, x), scale, amax, fp8)
+    return quantize_reference(activation_reference(activation, _add(x, bias)), scale, amax, fp8)
 
 
 def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
     """`activate_backward`, in float64."""
     with torch.enable_grad():
-        x = (x.double() if bias is None else x.double() + bias).detach().requires_grad_()
+        x = _add(x, bias).detach().requires_grad_()
         dx, = torch.autograd.grad(activation_reference(activation, x), x, dy.double())
-    return quantize_reference(dx, scale, amax, fp8), None if bias is None else dx.sum(0)
+    dbias = None if bias is None else dx.sum(0)
+    return quantize_reference(dx, scale, amax, fp8), dbias
+
+
+def _add(x, bias):
+    return x.double() if bias is None else x.double() + bias
 
 
 # ---------------------------------------------------------------- the operations
@@ -119,8 +148,11 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
         x, branch, branch_bias, weight, bias, eps, scale, amax, fp8)
-    return (x if branch is None else residual, (rowwise, columnwise, scale_inv),
-            None if bias is None else mean, rstd)
+    if branch is None:
+        residual = x
+    if bias is None:
+        mean = None
+    return residual, (rowwise, columnwise, scale_inv), mean, rstd
 
 
 @operation(
@@ -132,15 +164,15 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8)
     mean = torch.empty(0 if bias is None else rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    out = residual, rowwise, columnwise, scale_inv, mean, rstd
-    if is_fake(x):
-        return out
-    sizes = _norm_sizes(rows, columns)
-    kernels._norm_kernel[(rows // sizes["ROWS"],)](
-        x, branch, branch_bias, weight, bias, x if branch is None else residual,
-        None if bias is None else mean, rstd, scale, amax, rowwise, scale_inv, columns, eps, **sizes)
-    transpose(rowwise, columnwise)
-    return out
+    if not is_fake(x):
+        sizes = _norm_sizes(rows, columns)
+        programs = rows // sizes["ROWS"]
+        mean_out = None if bias is None else mean  # None: the kernel computes an RMSNorm
+        kernels._norm_kernel[(programs,)](
+            x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv,
+            C=columns, eps=eps, **sizes)
+        transpose(rowwise, columnwise)
+    return residual, rowwise, columnwise, scale_inv, mean, rstd
 
 
 def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None, with_dbranch_bias=False):
@@ -160,11 +192,16 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
         "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
-    dx, *quantized, totals = _norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, *quantization or (None, None, None), with_dbranch_bias)
+    scale = amax = fp8 = None
+    if quantization is not None:
+        scale, amax, fp8 = quantization
+    dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
+        dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias)
+    quantized = None if quantization is None else (rowwise, columnwise, scale_inv)
+    dweight = totals[0]
     dbias = None if mean is None else totals[1]
     dbranch_bias = totals[-1] if with_dbranch_bias else None
-    return dx, tuple(quantized) if quantization else None, dbranch_bias, totals[0], dbias
+    return dx, quantized, dbranch_bias, dweight, dbias
 
 
 @operation(
@@ -172,21 +209,28 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8, bool with_dbranch_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
-    (rows, columns), is_quantized = dy.shape, scale is not None
-    quantized = allocate_fp8(dy, rows, columns, fp8) if is_quantized else [dy.new_empty(0) for _ in range(3)]
-    totals = weight.new_empty(1 + (mean is not None) + with_dbranch_bias, columns)
-    out = dx, rowwise, columnwise, scale_inv, _ = torch.empty_like(dy), *quantized, totals
-    if is_fake(dy):
-        return out
-    programs, sizes = _norm_backward_sizes(rows, columns)
-    partial_sums = torch.empty((programs, *totals.shape), dtype=torch.float32, device=dy.device)
-    kernels._norm_backward_kernel[(programs,)](
-        dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums, rows,
-        columns, with_dbranch_bias, **sizes)
-    reduce_rows(partial_sums, totals)
-    if is_quantized:
-        transpose(rowwise, columnwise)
-    return out
+    rows, columns = dy.shape
+    dx = torch.empty_like(dy)
+    if scale is None:
+        rowwise, columnwise, scale_inv = dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
+    else:
+        rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8)
+    sums = 1  # dweight; then dbias, if there is a mean; dbranch_bias is the last
+    if mean is not None:
+        sums += 1
+    if with_dbranch_bias:
+        sums += 1
+    totals = weight.new_empty(sums, columns)
+    if not is_fake(dy):
+        programs, sizes = _norm_backward_sizes(rows, columns)
+        partial_sums = torch.empty((programs, sums, columns), dtype=torch.float32, device=dy.device)
+        kernels._norm_backward_kernel[(programs,)](
+            dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
+            N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
+        reduce_rows(partial_sums, totals)
+        if scale is not None:
+            transpose(rowwise, columnwise)
+    return dx, rowwise, columnwise, scale_inv, totals
 
 
 @operation(
@@ -203,15 +247,14 @@ def activate(activation, x, bias, scale, amax, fp8):
         bias: BF16, (D,) or (2D,), or None.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
-    rows, columns = x.shape[0], x.shape[1] // (1 + (activation in GATED))
-    out = allocate_fp8(x, rows, columns, fp8)
-    if is_fake(x):
-        return out
-    _, programs, options = _tile(TILE, rows, columns)
-    kernels._activation_kernel[(programs,)](
-        x, bias, scale, amax, *out, None, rows, columns, KIND=GATED.get(activation, activation),
-        GATED=activation in GATED, **options)
-    return out
+    rows, columns = _output_shape(activation, x)
+    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8)
+    if not is_fake(x):
+        _, programs, options = _tile(TILE, rows, columns)
+        kernels._activation_kernel[(programs,)](
+            x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums_ptr=None, N=rows, D=columns,
+            KIND=GATED.get(activation, activation), GATED=activation in GATED, **options)
+    return rowwise, columnwise, scale_inv
 
 
 def activate_backward(activation, dy, x, bias, scale, amax, fp8):
@@ -221,31 +264,34 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
     check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
-    output_shape = x.shape[0], x.shape[1] // (1 + (activation in GATED))
+    output_shape = _output_shape(activation, x)
     check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
-    *out, dbias = _activate_backward(activation, dy, x, bias, scale, amax, fp8)
-    return tuple(out), None if bias is None else dbias
+    rowwise, columnwise, scale_inv, dbias = _activate_backward(
+        activation, dy, x, bias, scale, amax, fp8)
+    if bias is None:
+        dbias = None
+    return (rowwise, columnwise, scale_inv), dbias
 
 
 @operation(
     "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
     "-> (Tensor, Tensor, Tensor, Tensor)")
 def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
-    out = allocate_fp8(x, *x.shape, fp8)
+    rowwise, columnwise, scale_inv = allocate_fp8(x, *x.shape, fp8)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
-    if is_fake(x):
-        return *out, dbias
-    (rows, columns), is_gated = dy.shape, activation in GATED
-    tile_rows, programs, options = _tile(TILE if is_gated else DBIAS_TILE, rows, columns)
-    partial_sums = None
-    if bias is not None:
-        partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
-    kernels._activation_backward_kernel[(programs,)](
-        dy, x, bias, scale, amax, *out, partial_sums, rows, columns, KIND=GATED.get(activation, activation),
-        GATED=is_gated, **options)
-    if bias is not None:
-        reduce_rows(partial_sums, dbias)
-    return *out, dbias
+    if not is_fake(x):
+        rows, columns = dy.shape
+        is_gated = activation in GATED
+        tile_rows, programs, options = _tile(TILE if is_gated else DBIAS_TILE, rows, columns)
+        partial_sums = None
+        if bias is not None:
+            partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
+        kernels._activation_backward_kernel[(programs,)](
+            dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
+            KIND=GATED.get(activation, activation), GATED=is_gated, **options)
+        if bias is not None:
+            reduce_rows(partial_sums, dbias)
+    return rowwise, columnwise, scale_inv, dbias
 
 
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
@@ -256,24 +302,30 @@ def cast(x, scale, amax, fp8, with_dbias=False, out=None):
         out = allocate_fp8(x, *x.shape, fp8)
     else:
         check_output("fast_kernels.casts.cast", x, out, fp8)
-    dbias = _cast(x, scale, amax, *out, with_dbias)
-    return tuple(out), dbias if with_dbias else None
+    rowwise, columnwise, scale_inv = out
+    dbias = _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias)
+    if not with_dbias:
+        dbias = None
+    return (rowwise, columnwise, scale_inv), dbias
 
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!) rowwise, Tensor(c!) columnwise, "
     "Tensor(d!) scale_inv, bool with_dbias) -> Tensor")
 def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
-    dbias, partial_sums = x.new_empty(x.shape[1] if with_dbias else 0), None
-    if is_fake(x):
-        return dbias
-    tile_rows, programs, options = _tile(DBIAS_TILE if with_dbias else TILE, *x.shape)
-    if with_dbias:
-        partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
-    kernels._activation_kernel[(programs,)](
-        x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, KIND="identity",
-        GATED=False, **options)
-    return reduce_rows(partial_sums, dbias) if with_dbias else dbias
+    rows, columns = x.shape
+    dbias = x.new_empty(columns if with_dbias else 0)
+    if not is_fake(x):
+        tile_rows, programs, options = _tile(DBIAS_TILE if with_dbias else TILE, rows, columns)
+        partial_sums = None
+        if with_dbias:
+            partial_sums = torch.empty((tile_rows, columns), dtype=torch.float32, device=x.device)
+        kernels._activation_kernel[(programs,)](
+            x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
+            KIND="identity", GATED=False, **options)
+        if with_dbias:
+            reduce_rows(partial_sums, dbias)
+    return dbias
 
 
 @operation(
@@ -283,18 +335,22 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16."""
     if is_fake(x[0]):
         return
+    tensors = zip(x, rowwise, columnwise, scale_inv, scale, amax)
     key = tuple(
         (own_x.data_ptr(), *(tensor.data_ptr() for tensor in others), own_x.shape, own_x.dtype)
-        for own_x, *others in zip(x, rowwise, columnwise, scale_inv, scale, amax))
+        for own_x, *others in tensors)
 
     def make():
-        for own_x, *out in zip(x, rowwise, columnwise, scale_inv):
+        rows, tiles = [], []  # as `_cast_all_kernel` reads them
+        for number, own_x in enumerate(x):
+            out = rowwise[number], columnwise[number], scale_inv[number]
             check_input("fast_kernels.casts.cast_all: x", own_x)
             check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
-        counts = [_tile(TILE, *own_x.shape)[1] for own_x in x]
-        tiles = [[number, tile] for number, count in enumerate(counts) for tile in range(count)]
-        rows = [(*addresses, *shape) for *addresses, shape, _ in key]
+            *addresses, shape, _ = key[number]
+            rows.append((*addresses, *shape))
+            _, tile_count, _ = _tile(TILE, *shape)
+            tiles += [[number, tile] for tile in range(tile_count)]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
     table, tiles = device_tables(x[0].device, key, make)
@@ -305,16 +361,19 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
 
 def reduce_rows(x, out):
     """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
-    kernels._reduce_rows_kernel[(ceil_div(out.numel(), 16),)](
-        x, out, x.shape[0], out.numel(), ROWS=256, COLUMNS=16, num_warps=8)
+    columns = out.numel()
+    programs = ceil_div(columns, 16)
+    kernels._reduce_rows_kernel[(programs,)](
+        x, out, P=x.shape[0], W=columns, ROWS=256, COLUMNS=16, num_warps=8)
     return out
 
 
 def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
-    _, programs, options = _tile(TRANSPOSE_TILE, *rowwise.shape)
+    rows, columns = rowwise.shape
+    _, programs, options = _tile(TRANSPOSE_TILE, rows, columns)
     kernels._transpose_kernel[(programs,)](
-        rowwise.view(torch.uint8), columnwise.view(torch.int32), *rowwise.shape, **options)
+        rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
 
 
 def allocate_fp8(x, rows, columns, fp8):
@@ -355,25 +414,39 @@ def check_activation(name, activation, x, bias):
     check_shape(name, x.shape[1:], bias=bias)
 
 
+def _output_shape(activation, x):
+    """Return the shape of activation(x)."""
+    rows, columns = x.shape
+    return rows, columns // 2 if activation in GATED else columns
+
+
 def _tile(sizes, rows, columns):
     """Return how many rows of tiles cover a matrix, how many tiles, and launch parameters. FITS: no masks."""
-    tile_rows, tile_columns = ceil_div(rows, sizes["ROWS"]), ceil_div(columns, sizes["COLUMNS"])
+    tile_rows = ceil_div(rows, sizes["ROWS"])
+    tile_columns = ceil_div(columns, sizes["COLUMNS"])
     fits = tile_rows * sizes["ROWS"] == rows and tile_columns * sizes["COLUMNS"] == columns
     return tile_rows, tile_rows * tile_columns, dict(sizes, FITS=fits)
 
 
 def _norm_sizes(rows, columns):
     """Return launch parameters of the norm. ROWS divides `rows`, a multiple of 16."""
-    width, rows_per_program = 1 << (columns - 1).bit_length(), 4  # width: the next power of 2
+    width = next_power_of_2(columns)
+    rows_per_program = 4
     if rows >= 8192:
         rows_per_program = 32 if width == 4096 and rows % 32 == 0 else 16
     stages = 2 if width > 8192 else 3  # one stage is 64 KiB of shared memory at width 16,384
-    return dict(ROWS=rows_per_program, WIDTH=width, STAGES=stages, num_warps=min(16, max(1, width // 512)))
+    warps = min(16, max(1, width // 512))
+    return dict(ROWS=rows_per_program, WIDTH=width, STAGES=stages, num_warps=warps)
 
 
 def _norm_backward_sizes(rows, columns):
     """Return (programs, launch parameters) of the norm's backward kernel, which strides over the rows."""
-    width = 1 << (columns - 1).bit_length()
+    width = next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    stages = 5 if width == 4096 else 4 if width <= 8192 else 2  # a stage at width 16,384 is 96 KiB
-    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=stages, num_warps=warps)
+    stages = 4
+    if width == 4096:
+        stages = 5
+    elif width > 8192:
+        stages = 2  # a stage at width 16,384 is 96 KiB
+    programs = min(rows, SMS * 16 // warps)
+    return programs, dict(WIDTH=width, STAGES=stages, num_warps=warps)

@@ -25,7 +25,31 @@ def embed_reference(tokens, weight, positions=None, position_weight=None):
     return x if positions is None else x + F.embedding(positions, position_weight)
 
 
-def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
+class TiedGradient:
+    """The gradient of a weight that the output head and `embed` share, between their backward passes.
+
+    Autograd would add two gradients of that size. Instead the head's backward pass, which runs first, leaves
+    its gradient here, and that of `embed` adds its own in place and passes the sum to autograd. Make one for
+    each forward pass, and give the same one to `embed` and to each use of the head."""
+
+    def __init__(self):
+        self.dweight = None
+
+    def add(self, dweight):
+        """Take the gradient of a use of the head; it is overwritten."""
+        if self.dweight is None:
+            self.dweight = dweight
+        else:
+            self.dweight += dweight  # in place: the first may be in `main_grad`
+
+    def take(self):
+        """Return the sum of what was added, or None, and forget it."""
+        dweight = self.dweight
+        self.dweight = None
+        return dweight
+
+
+def embed(tokens, weight, positions=None, position_weight=None, tied_gradient=None):
     """Compute weight[tokens] + position_weight[positions], (B, S, C), differentiable in both weights.
 
     Args:
@@ -34,27 +58,32 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
         weight: (vocab_size, C), contiguous.
         positions: int64, (B, S) or (S,); outside the table as tokens. None: none added.
         position_weight: (number of positions, C), of weight's dtype, contiguous.
-        tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass, which runs first, appends its gradient, which is overwritten; of a head that is used
-            several times, each of them. Not under torch.compile.
+        tied_gradient: the TiedGradient of a weight that the output head shares. Not under torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
     positions = None if positions is None else positions.contiguous()
-    if tied_dweight is None:
+    if tied_gradient is None:
         return _embed(tokens, weight, positions, position_weight)
-    return _TiedEmbed.apply(tokens, weight, positions, position_weight, tied_dweight)
+    return _TiedEmbed.apply(tokens, weight, positions, position_weight, tied_gradient)
 
 
 def _check(tokens, weight, positions, position_weight):
     if (positions is None) != (position_weight is None):
         raise ValueError("fast_kernels.embedding.embed: positions and position_weight: give both or neither")
-    if positions is None:
-        positions, position_weight = tokens, weight
+    _check_tables(weight, weight if position_weight is None else position_weight)
+    _check_indices(tokens, tokens if positions is None else positions)
+
+
+def _check_tables(weight, position_weight):
     for x in (weight, position_weight):
-        if x.dim() != 2 or not x.is_contiguous() or x.dtype != weight.dtype or x.shape[1] != weight.shape[1]:
+        fits = x.dim() == 2 and x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
+        if not fits or not x.is_contiguous():
             raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
                              f"matrices of one dtype, with {weight.shape[-1]} columns")
+
+
+def _check_indices(tokens, positions):
     for name, x in dict(tokens=tokens, positions=positions).items():
         if x.dtype != torch.int64:
             raise ValueError(f"fast_kernels.embedding.embed: {name} are {x.dtype}: must be torch.int64; call "
@@ -67,18 +96,20 @@ def _check(tokens, weight, positions, position_weight):
 def _setup_context(ctx, inputs, output):
     tokens, weight, positions, position_weight = inputs
     ctx.save_for_backward(tokens, positions)
-    ctx.sizes = len(weight), 0 if positions is None else len(position_weight)
+    ctx.vocab_size = len(weight)
+    ctx.num_positions = 0 if position_weight is None else len(position_weight)
 
 
 def _embed_backward(ctx, dy, head_dweight=None):
     """Return the arguments' gradients; weight's is added to head_dweight, if given."""
-    (tokens, positions), (vocab_size, num_positions) = ctx.saved_tensors, ctx.sizes
-    dy, dpositions = dy.contiguous(), None
-    dweight = sum_by_index(tokens.flatten(), dy.flatten(0, 1), vocab_size, head_dweight)
+    tokens, positions = ctx.saved_tensors
+    dy = dy.contiguous()
+    dweight = sum_by_index(tokens.flatten(), dy.flatten(0, 1), ctx.vocab_size, head_dweight)
+    dposition_weight = None
     if positions is not None:
-        dy = dy.sum(0) if positions.dim() == 1 else dy.flatten(0, 1)
-        dpositions = sum_by_index(positions.flatten(), dy, num_positions)
-    return None, dweight, None, dpositions
+        of_positions = dy.sum(0) if positions.dim() == 1 else dy.flatten(0, 1)
+        dposition_weight = sum_by_index(positions.flatten(), of_positions, ctx.num_positions)
+    return None, dweight, None, dposition_weight
 
 
 @operation(
@@ -91,34 +122,39 @@ def _embed(tokens, weight, positions, position_weight):
     out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
     if is_fake(out):
         return out
-    _embed_kernel[tokens.numel(), ceil_div(columns, 4 * COLUMNS)](
-        tokens, weight, positions, position_weight, out, len(weight), len(position_weight), positions.numel(),
-        columns, COLUMNS=4 * COLUMNS, num_warps=4)
+    program_columns = 4 * COLUMNS
+    grid = tokens.numel(), ceil_div(columns, program_columns)
+    _embed_kernel[grid](
+        tokens, weight, positions, position_weight, out, VOCAB_SIZE=len(weight),
+        NUM_POSITIONS=len(position_weight), POSITIONS=positions.numel(), C=columns, COLUMNS=program_columns,
+        num_warps=4)
     return out
 
 
 class _TiedEmbed(torch.autograd.Function):
+    """`embed` with a TiedGradient."""
+
     @staticmethod
-    def forward(ctx, *inputs):
-        *inputs, ctx.tied_dweight = inputs
+    def forward(ctx, tokens, weight, positions, position_weight, tied_gradient):
+        ctx.tied_gradient = tied_gradient
+        inputs = tokens, weight, positions, position_weight
         _setup_context(ctx, inputs, None)
         return _embed(*inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        head_dweight = ctx.tied_dweight.pop(0) if ctx.tied_dweight else None
-        while ctx.tied_dweight:  # the head was used several times; the first may be in `main_grad`
-            head_dweight += ctx.tied_dweight.pop()
-        return *_embed_backward(ctx, dy, head_dweight), None
+        gradients = _embed_backward(ctx, dy, ctx.tied_gradient.take())
+        return *gradients, None
 
 
 def sum_by_index(indices, dy, num_embeddings, out=None):
     """Add each row of dy (N, C) to the row of `out` (num_embeddings, C), by default zeros, that is its index.
     indices (N,) out of range are left out."""
+    shape = num_embeddings, dy.shape[1]
     if out is None:
-        out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
-    check_shape("fast_kernels.embedding.sum_by_index", (num_embeddings, dy.shape[1]), out=out)
+        out = torch.zeros(shape, dtype=dy.dtype, device=dy.device)
+    check_shape("fast_kernels.embedding.sum_by_index", shape, out=out)
     _add_by_index(indices, dy, out)
     return out
 
@@ -131,9 +167,10 @@ def _add_by_index(indices, dy, out):
     indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
     chunks = ceil_div(count, CHUNK)
     partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
-    grid, sizes = (chunks, ceil_div(columns, COLUMNS)), dict(CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
-    _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, len(out), count, columns, **sizes)
-    _join_index_sums_kernel[grid](indices, out, partial_sums, len(out), count, columns, **sizes)
+    grid = chunks, ceil_div(columns, COLUMNS)
+    sizes = dict(NUM_EMBEDDINGS=len(out), N=count, C=columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, **sizes)
+    _join_index_sums_kernel[grid](indices, out, partial_sums, **sizes)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     stream = Stream(x)                                  # x (N, C): the embeddings of N tokens
     stream, qkv = norm_linear(stream, qkv_module)       # te.LayerNormLinear
     stream = stream.add(linear(y, proj_module))         # te.Linear
-    stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
+    stream, hidden = norm_fc1(stream, mlp)              # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
 - The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
@@ -76,6 +76,9 @@ class Branch(NamedTuple):
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
+NO_BRANCH = Branch(None)
+
+
 class Stream(NamedTuple):
     """The residual (N, C), and the branch that is still to be added to it."""
 
@@ -84,7 +87,9 @@ class Stream(NamedTuple):
 
     def add(self, branch: Branch) -> "Stream":
         """Add a branch; one that is still to be added is added to the residual first."""
-        return Stream(self.value(), branch) if self.branch else Stream(self.residual, branch)
+        if self.branch is None:
+            return Stream(self.residual, branch)
+        return Stream(self.value(), branch)
 
     def value(self) -> torch.Tensor:
         """Return the sum, (N, C)."""
@@ -102,56 +107,80 @@ class Output(NamedTuple):
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
-def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_microbatch=None):
-    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
+def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=None):
+    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ + bias).
 
-    module: LayerNormLinear; or LayerNormMLP with the name "fc1", whose bias `activation_linear` adds.
-    tied_dweight: a list that the weight's gradient is appended to, not passed through autograd; see `embed`.
-        It may be passed at each of several uses of the weight.
+    module: a LayerNormLinear.
+    tied_gradient: `embedding.TiedGradient` of a weight that `embed` shares. The weight's gradient is added to
+        it, not passed through autograd. It may be passed at each of several uses of the weight.
     """
+    stream, y, _ = _norm_gemm(
+        stream, module, "", is_first_microbatch, adds_bias=True, tied_gradient=tied_gradient)
+    return stream, y
+
+
+def norm_fc1(stream: Stream, module, is_first_microbatch=None):
+    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as a
+    Branch) of a LayerNormMLP. `activation_linear` adds the bias."""
+    stream, y, layer = _norm_gemm(stream, module, "fc1", is_first_microbatch, adds_bias=False)
+    return stream, Branch(y, layer.bias, layer.gradient)
+
+
+def _norm_gemm(stream, module, name, is_first_microbatch, adds_bias, tied_gradient=None):
+    """Return the sum as a Stream, the GEMM's output, and the Layer."""
     if not isinstance(stream, Stream):
         raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
                         "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
-    weights = module.layer_norm_weight, module.layer_norm_bias
-    branch, branch_bias, gradient = stream.branch or Branch(None)
-    layer = module.layer(name, (stream.residual, branch, branch_bias, *weights), is_first_microbatch)
-    bias = layer.bias if not name else None
-    if layer.weight is None:
+    branch = NO_BRANCH if stream.branch is None else stream.branch
+    norm_weight, norm_bias = module.layer_norm_weight, module.layer_norm_bias
+    inputs = stream.residual, branch.x, branch.bias, norm_weight, norm_bias
+    layer = module.layer(name, inputs, is_first_microbatch)
+    bias = layer.bias if adds_bias else None
+    if layer.weight is None:  # not in FP8
         residual = stream.value()
         y = F.linear(module.norm(residual), layer.parameter, bias)
-        return Stream(residual), Branch(y, layer.bias) if name else y
-    residual, y = _NormLinear.apply(
-        stream.residual, branch, branch_bias, *weights, layer.parameter, bias, module.eps, layer, gradient,
-        tied_dweight)
-    return Stream(residual), Branch(y, layer.bias, layer.gradient) if name else y
+    else:
+        residual, y = _NormLinear.apply(
+            *inputs, layer.parameter, bias, module.eps, layer, branch.gradient, tied_gradient)
+    return Stream(residual), y, layer
 
 
 def linear(x, module, is_first_microbatch=None, adds_bias=False) -> Branch:
     """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`."""
-    return _linear(Branch(x), module, "", None, is_first_microbatch, adds_bias)
+    layer = module.layer("", (x,), is_first_microbatch)
+    return _linear(Branch(x), layer, None, adds_bias)
 
 
 def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False) -> Branch:
     """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP."""
-    return _linear(hidden, module, "fc2", module.activation, is_first_microbatch, adds_bias)
+    layer = module.layer("fc2", (hidden.x, hidden.bias), is_first_microbatch)
+    # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
+    if layer.weight is None or hidden.gradient is None:
+        activated = casts.activation_reference(module.activation, hidden.value())
+        return _linear(Branch(activated), layer, None, adds_bias)
+    return _linear(hidden, layer, module.activation, adds_bias)
 
 
-def _linear(x: Branch, module, name, activation, is_first_microbatch, adds_bias):
-    layer = module.layer(name, (x.x, x.bias), is_first_microbatch)
-    own, later = (layer.bias, None) if adds_bias else (None, layer.bias)
-    if later is not None and dist.is_initialized():
-        later = later.clone()  # FSDP2 frees a block's parameters before the next block adds it
-    if activation and (layer.weight is None or x.gradient is None):  # no FP8, or x was changed since its GEMM
-        x, activation = Branch(casts.activation_reference(activation, x.value())), None
-    if layer.weight is None:
-        return Branch(F.linear(x.x, layer.parameter, own), later)
-    y = _Linear.apply(x.x, x.bias, layer.parameter, own, activation, layer, x.gradient)
-    return Branch(y, later, layer.gradient)
+def _linear(x: Branch, layer, activation, adds_bias):
+    """Return activation(x) @ weightᵀ; activation None: x @ weightᵀ."""
+    gemm_bias = branch_bias = None
+    if adds_bias:
+        gemm_bias = layer.bias
+    elif layer.bias is not None and dist.is_initialized():
+        branch_bias = layer.bias.clone()  # FSDP2 frees a block's parameters before the next block adds it
+    else:
+        branch_bias = layer.bias
+    if layer.weight is None:  # not in FP8
+        return Branch(F.linear(x.x, layer.parameter, gemm_bias), branch_bias)
+    y = _Linear.apply(x.x, x.bias, layer.parameter, gemm_bias, activation, layer, x.gradient)
+    return Branch(y, branch_bias, layer.gradient)
 
 
 def dropout(branch: Branch, p: float, training: bool) -> Branch:
     """Apply dropout to a branch and its bias; without dropout return it as it is."""
-    return Branch(F.dropout(branch.value(), p)) if p and training else branch
+    if p == 0 or not training:
+        return branch
+    return Branch(F.dropout(branch.value(), p))
 
 
 # ---------------------------------------------------------------- GEMMs and their gradients
@@ -161,45 +190,40 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
-    dy: (N, out), BF16 or FP8; weight and x: see `input_gradient` and `_weight_gradient`."""
+    dy: (N, out), BF16 or FP8. weight (in, out) and x (in, N): columnwise data and scale_inv."""
     dbias = dx = dweight = None
     if isinstance(dy, Float8Tensor):
-        quantized = dy.rowwise, dy.columnwise, dy.scale_inv
+        rowwise, columnwise, scale_inv = dy.rowwise, dy.columnwise, dy.scale_inv
         if needs_dbias:
             dbias = dy.dequantize().sum(0)
     else:
         quantized, dbias = casts.cast(dy.contiguous(), *layer.gradient, with_dbias=needs_dbias)
+        rowwise, columnwise, scale_inv = quantized
     if needs_dx:
-        dx = input_gradient(quantized, weight)
+        dx = input_gradient(rowwise, scale_inv, weight)
     if needs_dweight:
-        dweight = _weight_gradient(layer.parameter, x, *quantized[1:])
+        dweight = _weight_gradient(layer.parameter, x, (columnwise, scale_inv))
     return dx, dweight, dbias
 
 
-def forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwise, weight_inv):
-    """Return x @ weightᵀ + bias of two FP8 tensors."""
-    return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+def input_gradient(dy, dy_inv, weight):
+    """Return dgrad, dy @ weight, of dy (N, out), rowwise; weight (in, out): columnwise data and scale_inv."""
+    accumulation = "either" if dy.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
+    return gemm(*weight, dy, dy_inv, None, accumulation)
 
 
-def input_gradient(dy, weight):
-    """Return dgrad, dy @ weight, of an FP8 tensor dy; weight (in, out): columnwise, with its scale_inv."""
-    rowwise, _, scale_inv = dy
-    accumulation = "either" if rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(*weight, rowwise, scale_inv, None, accumulation)
-
-
-def _weight_gradient(parameter, x, dy, dy_inv):
-    """Return wgrad, dyᵀ @ x, of dy (out, N) and x (in, N), columnwise; in `main_grad` of a weight that has
-    one, as Megatron-LM and TE do."""
+def _weight_gradient(parameter, x, dy):
+    """Return wgrad, dyᵀ @ x, of dy (out, N) and x (in, N), each columnwise data and scale_inv; in `main_grad`
+    of a weight that has one, as Megatron-LM and TE do."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
-        return gemm(*x, dy, dy_inv)
+        return gemm(*x, *dy)
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return gemm(*x, dy, dy_inv, out=torch.empty_like(main_grad))
+        return gemm(*x, *dy, out=torch.empty_like(main_grad))
     parameter.main_grad_pass = backward_pass
-    gemm(*x, dy, dy_inv, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
+    gemm(*x, *dy, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
@@ -224,40 +248,53 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
-                branch_gradient, tied_dweight):
+                branch_gradient, tied_gradient):
         residual, quantized, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input)
-        ctx.save_for_backward(residual, mean, rstd, norm_weight, *quantized[1:], *layer.weight[1:])
-        ctx.layer, ctx.branch_gradient, ctx.tied_dweight = layer, branch_gradient, tied_dweight
+        y_rowwise, y_columnwise, y_inv = quantized
+        w_rowwise, w_columnwise, w_inv = layer.weight
+        ctx.save_for_backward(
+            residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv)
+        ctx.layer = layer
+        ctx.branch_gradient = branch_gradient
+        ctx.tied_gradient = tied_gradient
         ctx.set_materialize_grads(False)
-        return residual, forward_gemm(bias, *quantized, *layer.weight)
+        return residual, gemm(w_rowwise, w_inv, y_rowwise, y_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, dresidual, dy):
-        residual, mean, rstd, norm_weight, *operands = ctx.saved_tensors
-        needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
-            ctx.needs_input_grad[:7])
-        if dy is None:  # only the sum was used: no GEMM
-            ctx.layer.after_backward()
-            dbranch_bias = dresidual.sum(0) if needs_branch_bias else None
-            return dresidual, dresidual if needs_branch else None, dbranch_bias, *[None] * 8
-        dresidual = None if dresidual is None else dresidual.contiguous()
-        needs_dx = needs_x or needs_branch or any(needs_norm)
-        dnorm, dweight, dbias = _backward_gemms(
-            ctx.layer, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
-        if ctx.tied_dweight is not None and needs_weight:
-            ctx.tied_dweight.append(dweight)
-            dweight = None
-        dx = dbranch = dbranch_bias = dnorm_weight = dnorm_bias = None
-        if needs_dx:
-            quantization = ctx.branch_gradient if needs_branch else None
-            dx, quantized, dbranch_bias, dnorm_weight, dnorm_bias = casts.norm_backward(
-                dnorm, residual, mean, rstd, norm_weight, dresidual, quantization,
-                with_dbranch_bias=needs_branch_bias)
-            dbranch = Float8Tensor(*quantized) if quantization else dx
+    def backward(ctx, dresidual, dout):
+        residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
+        (needs_x, needs_branch, needs_branch_bias, needs_norm_weight, needs_norm_bias, needs_weight,
+         needs_bias) = ctx.needs_input_grad[:7]
+        dx = dbranch = dbranch_bias = dnorm_weight = dnorm_bias = dweight = dbias = None
+        if dout is None:  # only the sum was used: no GEMM
+            dx = dresidual
+            if needs_branch:
+                dbranch = dresidual
+            if needs_branch_bias:
+                dbranch_bias = dresidual.sum(0)
+        else:
+            needs_dy = needs_x or needs_branch or needs_norm_weight or needs_norm_bias
+            dy, dweight, dbias = _backward_gemms(
+                ctx.layer, dout, (w_columnwise, w_inv), (y_columnwise, y_inv), needs_dy, needs_weight,
+                needs_bias)
+            if ctx.tied_gradient is not None and needs_weight:
+                ctx.tied_gradient.add(dweight)
+                dweight = None
+            if needs_dy:
+                quantization = ctx.branch_gradient if needs_branch else None
+                if dresidual is not None:
+                    dresidual = dresidual.contiguous()
+                dx, quantized, dbranch_bias, dnorm_weight, dnorm_bias = casts.norm_backward(
+                    dy, residual, mean, rstd, norm_weight, dresidual, quantization,
+                    with_dbranch_bias=needs_branch_bias)
+                if quantization is not None:
+                    dbranch = Float8Tensor(*quantized)
+                elif needs_branch:
+                    dbranch = dx
         ctx.layer.after_backward()
-        return (dx, dbranch if needs_branch else None, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
+        return (dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
                 None, None, None, None)
 
 
@@ -266,25 +303,32 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, x_gradient):
-        before = None, None
-        if activation:
-            before, quantized = (x, x_bias), casts.activate(activation, x, x_bias, *layer.input)
-        else:
+        if activation is None:
             quantized, _ = casts.cast(x.contiguous(), *layer.input)
-        ctx.save_for_backward(*before, *quantized[1:], *layer.weight[1:])
-        ctx.layer, ctx.activation, ctx.x_gradient = layer, activation, x_gradient
-        return forward_gemm(bias, *quantized, *layer.weight)
+            before_activation = None, None
+        else:
+            quantized = casts.activate(activation, x, x_bias, *layer.input)
+            before_activation = x, x_bias
+        x_rowwise, x_columnwise, x_inv = quantized
+        w_rowwise, w_columnwise, w_inv = layer.weight
+        ctx.save_for_backward(*before_activation, x_columnwise, x_inv, w_columnwise, w_inv)
+        ctx.layer = layer
+        ctx.activation = activation
+        ctx.x_gradient = x_gradient
+        return gemm(w_rowwise, w_inv, x_rowwise, x_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        x, x_bias, *operands = ctx.saved_tensors
+        before_activation, x_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
         needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        needs_dx = needs_x or needs_x_bias
         dx, dweight, dbias = _backward_gemms(
-            ctx.layer, dy, operands[2:], operands[:2], needs_x or needs_x_bias, needs_weight, needs_bias)
+            ctx.layer, dy, (w_columnwise, w_inv), (x_columnwise, x_inv), needs_dx, needs_weight, needs_bias)
         dx_bias = None
-        if ctx.activation and dx is not None:
-            dx, dx_bias = casts.activate_backward(ctx.activation, dx, x, x_bias, *ctx.x_gradient)
-            dx = Float8Tensor(*dx)
+        if ctx.activation is not None and needs_dx:
+            quantized, dx_bias = casts.activate_backward(
+                ctx.activation, dx, before_activation, x_bias, *ctx.x_gradient)
+            dx = Float8Tensor(*quantized)
         ctx.layer.after_backward()
         return dx, dx_bias, dweight, dbias, None, None, None

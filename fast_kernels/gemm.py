@@ -25,22 +25,31 @@ from triton.runtime import driver
 
 from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 
-ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
+ALGORITHMS = 16  # candidates requested
+ROUNDS = 8  # timed runs of each candidate
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
 MAX_ATTEMPTS = 4096  # calls for which a shape, which all blocks share, waits for operands that are not zeros
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 
 # Values of cuBLASLt's enumerations
-R_32F, R_16BF = 0, 14  # cudaDataType_t
+R_32F = 0  # cudaDataType_t
+R_16BF = 14
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: R_16BF, torch.float32: R_32F}
 COMPUTE_32F = 68  # cublasComputeType_t
 EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
-TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t, and the next line
-A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
+TRANSA = 3  # cublasLtMatmulDescAttributes_t
+EPILOGUE = 7
+BIAS_POINTER = 8
+A_SCALE_POINTER = 17
+B_SCALE_POINTER = 18
+FAST_ACCUM = 25
+BIAS_DATA_TYPE = 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
-ONE, ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1, 0))  # alpha and beta
-KINDS = {"precise": (False,), "fast": (True,), "either": (False, True)}  # of accumulation: is it fast?
+ONE = ctypes.byref(ctypes.c_float(1))  # alpha, and beta if the result is added
+ZERO = ctypes.byref(ctypes.c_float(0))
+# {argument of `gemm`: the values of FAST_ACCUM that are tried}
+ACCUMULATIONS = {"precise": (False,), "fast": (True,), "either": (False, True)}
 
 
 class _Algorithm(ctypes.Structure):
@@ -101,33 +110,37 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
     kinds = [x is not None and (x.shape, x.dtype, x.is_contiguous()) for x in (a, b, bias, out)]
     key = (*kinds, accumulate, accumulation, a.get_device())
-    if key not in _shapes:  # a shape is checked when it is new
+    shape = _shapes.get(key)
+    if shape is None:  # a shape is checked when it is new
         _check(operands, accumulation)
-    if (a.data_ptr() | b.data_ptr() | out.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16:
+    bias_address = 0 if bias is None else bias.data_ptr()
+    if (a.data_ptr() | b.data_ptr() | bias_address | out.data_ptr()) % 16:  # one of them is not aligned
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
-        return _run_torch(operands, accumulation, accumulate)
-    shape = _shapes.get(key)
+        _run_torch(operands, accumulation, accumulate)
+        return
     if shape is None:
-        with _lock:
-            shape = _shapes[key] = _shapes.get(key) or _Shape(*key)
+        shape = _add_shape(key)
     if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
         shape.tune(operands)
     if shape.chosen is None:
-        return _run_torch(operands, accumulation, accumulate)
-    shape.run(shape.chosen, *operands)
+        _run_torch(operands, accumulation, accumulate)
+    else:
+        shape.run(shape.chosen, *operands)
 
 
 def _check(operands, accumulation):
     """Raise ValueError unless cuBLASLt can run the GEMM."""
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
-    fp8, scales = {torch.float8_e4m3fn, torch.float8_e5m2}, (a_scale_inv, b_scale_inv)
+    dtypes = {a.dtype, b.dtype}
+    sizes = *a.shape, len(b)
+    scales = a_scale_inv, b_scale_inv
     rules = {
-        f"accumulation={accumulation!r} must be precise, fast or either": accumulation in KINDS,
+        f"accumulation={accumulation!r} must be precise, fast or either": accumulation in ACCUMULATIONS,
         "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2":
-            {a.dtype, b.dtype} <= fp8 and not a.dtype == b.dtype == torch.float8_e5m2,
+            dtypes <= {torch.float8_e4m3fn, torch.float8_e5m2} and dtypes != {torch.float8_e5m2},
         "sizes must be multiples of 16; pad with zeros":
-            a.dim() == 2 and all(size and size % 16 == 0 for size in (*a.shape, len(b))),
+            a.dim() == 2 and all(size > 0 and size % 16 == 0 for size in sizes),
         "out must be torch.bfloat16 or torch.float32": out.dtype in (torch.bfloat16, torch.float32),
         "a_scale_inv and b_scale_inv must be torch.float32, one element":
             all(x.dtype == torch.float32 and x.numel() == 1 for x in scales)}
@@ -144,16 +157,27 @@ def _check(operands, accumulation):
 def _run_torch(operands, accumulation, accumulate):
     """Run the GEMM with torch._scaled_mm, which takes the heuristic's first algorithm."""
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
-    is_fused = bias is not None and out.dtype == torch.bfloat16
+    gemm_bias = bias if out.dtype == torch.bfloat16 else None  # _scaled_mm adds one to a BF16 result only
     result = torch._scaled_mm(
-        b, a.t(), b_scale_inv.view(1), a_scale_inv.view(1), bias if is_fused else None, out_dtype=out.dtype,
-        use_fast_accum=accumulation == "fast")
-    if bias is not None and not is_fused:
+        b, a.t(), scale_a=b_scale_inv.view(1), scale_b=a_scale_inv.view(1), bias=gemm_bias,
+        out_dtype=out.dtype, use_fast_accum=accumulation == "fast")
+    if bias is not None and gemm_bias is None:
         result += bias
-    out.add_(result) if accumulate else out.copy_(result)
+    if accumulate:
+        out.add_(result)
+    else:
+        out.copy_(result)
 
 
-_shapes, _lock = {}, threading.RLock()  # the autotune cache: key -> _Shape; tune() calls run()
+_shapes = {}  # the autotune cache: key -> _Shape
+_lock = threading.RLock()  # tune() calls run(), which takes it again
+
+
+def _add_shape(key):
+    with _lock:
+        if key not in _shapes:  # by another thread
+            _shapes[key] = _Shape(*key)
+        return _shapes[key]
 
 
 class _Shape:
@@ -163,24 +187,26 @@ class _Shape:
 
     def __init__(self, a, b, bias, out, accumulate, accumulation, device_index):
         self.accumulate = accumulate
-        self.is_tuned, self.attempts = False, 0  # attempts: calls that wanted to time this shape
-        self.layouts = [  # contiguous; cuBLAS is column-major, and takes a (rows, columns) for its transpose
-            _create("MatrixLayout", TYPES[dtype], *map(ctypes.c_uint64, (columns, rows, columns)))
-            for (rows, columns), dtype, _ in (a, b, out)]
-        self.descriptors = [_make_descriptor(fast, bool(bias)) for fast in KINDS[accumulation]]
-        self.candidates = [  # (descriptor, _Algorithm), in the heuristic's order
-            (descriptor, algorithm) for descriptor in self.descriptors
-            for algorithm in self._ask_heuristic(descriptor, device_index)]
+        self.is_tuned = False
+        self.attempts = 0  # calls that wanted to time this shape
+        self.layouts = [_make_layout(*x) for x in (a, b, out)]
+        self.descriptors = [_make_descriptor(is_fast, bool(bias)) for is_fast in ACCUMULATIONS[accumulation]]
+        self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
+        for descriptor in self.descriptors:
+            for algorithm in self._ask_heuristic(descriptor, device_index):
+                self.candidates.append((descriptor, algorithm))
         self.chosen = self.candidates[0] if self.candidates else None
 
     def _ask_heuristic(self, descriptor, device_index):
         """Return cuBLASLt's candidates in the heuristic's order; none if it does not support the GEMM."""
         a, b, out = self.layouts
         library = _library()
-        preference, size = _create("MatmulPreference"), ctypes.c_uint64(WORKSPACE_BYTES)
+        preference = _create("MatmulPreference")
+        workspace_bytes = ctypes.c_uint64(WORKSPACE_BYTES)
         _check_status(library.cublasLtMatmulPreferenceSetAttribute(
-            preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.sizeof(size)))
-        found, count = (_Algorithm * ALGORITHMS)(), ctypes.c_int(0)
+            preference, MAX_WORKSPACE_BYTES, ctypes.byref(workspace_bytes), ctypes.sizeof(workspace_bytes)))
+        found = (_Algorithm * ALGORITHMS)()
+        count = ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
             _handle(device_index), descriptor, a, b, out, out, preference, ALGORITHMS, found,
             ctypes.byref(count))
@@ -199,23 +225,31 @@ class _Shape:
             if not self.candidates or _Shape.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
                 self.is_tuned = True  # keep the heuristic's first algorithm
             elif _is_mostly_nonzero(a) and _is_mostly_nonzero(b):
-                self.chosen, self.is_tuned = self._find_fastest(operands), True
+                self.chosen = self._find_fastest(operands)
+                self.is_tuned = True
 
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
         _Shape.tuned_count += 1
-        *inputs, out = operands
-        operands = *inputs, torch.zeros_like(out) if self.accumulate else out
+        if self.accumulate:  # the result of a timed run must not be added to the caller's `out`
+            *inputs, out = operands
+            operands = *inputs, torch.zeros_like(out)
         candidates = [candidate for candidate in self.candidates if self._can_run(candidate, operands)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(candidates) + 1)]
-        events[0].record()
-        for candidate, event in zip(ROUNDS * candidates, events[1:]):  # round-robin
+        if not candidates:
+            return None
+        start = torch.cuda.Event(enable_timing=True)
+        start.record()
+        ends = []
+        for candidate in ROUNDS * candidates:  # round-robin
             self.run(candidate, *operands)
-            event.record()
-        events[-1].synchronize()
-        spans = [before.elapsed_time(after) for before, after in zip(events, events[1:])]
-        times = [statistics.median(spans[i::len(candidates)]) for i in range(len(candidates))]
-        return candidates[times.index(min(times))] if candidates else None
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            ends.append(end)
+        ends[-1].synchronize()
+        times = [before.elapsed_time(after) for before, after in zip([start, *ends], ends)]
+        medians = [statistics.median(times[i::len(candidates)]) for i in range(len(candidates))]
+        fastest = medians.index(min(medians))
+        return candidates[fastest]
 
     def _can_run(self, candidate, operands):
         try:
@@ -229,9 +263,15 @@ class _Shape:
     def run(self, candidate, a, a_scale_inv, b, b_scale_inv, bias, out):
         """Launch the GEMM with one of `candidates` on the current stream."""
         descriptor, algorithm = candidate
-        size, device_index, address = algorithm.workspace_bytes, a.get_device(), out.data_ptr()
-        workspace = a.new_empty(size, dtype=torch.uint8) if size else None
+        device_index = a.get_device()
+        workspace_bytes = algorithm.workspace_bytes
+        workspace = workspace_address = None
+        if workspace_bytes:
+            workspace = a.new_empty(workspace_bytes, dtype=torch.uint8)
+            workspace_address = workspace.data_ptr()
         a_layout, b_layout, out_layout = self.layouts
+        beta = ONE if self.accumulate else ZERO
+        out_address = out.data_ptr()
         with _lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
             _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))
@@ -239,16 +279,22 @@ class _Shape:
                 _set(descriptor, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
             _check_status(_library().cublasLtMatmul(
                 _handle(device_index), descriptor, ONE, a.data_ptr(), a_layout, b.data_ptr(), b_layout,
-                ONE if self.accumulate else ZERO, address, out_layout, address, out_layout,
-                ctypes.byref(algorithm), workspace.data_ptr() if size else None, size,
-                driver.active.get_current_stream(device_index)))
+                beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
+                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
-def _make_descriptor(fast, has_bias):
+def _make_layout(shape, dtype, is_contiguous):
+    """Create the layout of a contiguous matrix. cuBLAS is column-major, and takes it for its transpose."""
+    rows, columns = shape
+    sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_uint64(columns)  # and leading dimension
+    return _create("MatrixLayout", TYPES[dtype], *sizes)
+
+
+def _make_descriptor(is_fast, has_bias):
     """Create the descriptor of out = b @ aᵀ. cuBLAS is column-major: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
-    _set(descriptor, FAST_ACCUM, ctypes.c_int8(fast))
+    _set(descriptor, FAST_ACCUM, ctypes.c_int8(is_fast))
     # any address: the heuristic only checks that the pointers are set
     _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))
     _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(16))
@@ -261,8 +307,10 @@ def _make_descriptor(fast, has_bias):
 
 def _is_mostly_nonzero(x):
     """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
-    sample = x.view(torch.uint8).flatten()[::max(1, x.numel() // 2**16)]
-    return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # 0x7F: -0 is zero as well
+    stride = max(1, x.numel() // 2**16)
+    sample = x.view(torch.uint8).flatten()[::stride]
+    nonzeros = (sample & 0x7F).count_nonzero().item()  # 0x7F: -0 is zero as well
+    return 2 * nonzeros >= sample.numel()
 
 
 def _set(descriptor, attribute, value):

@@ -23,6 +23,11 @@ def ceil_div(a, b):
     return (a + b - 1) // b
 
 
+def next_power_of_2(n):
+    """Return the smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def is_tracing():
     """Return whether a tracer or another dispatch mode must see each operation."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -38,7 +43,8 @@ def operation(schema, setup_context=None, backward=None):
     `name`. For setup_context and backward see `torch.library.register_autograd`."""
 
     def register(function):
-        def launch(*args):  # on the device of the arguments, which need not be the current one
+        def launch(*args):
+            """Call the function on the device of its arguments, which need not be the current one."""
             # of a list, the function checks the others
             tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
             devices = {x.get_device() for x in tensors}
@@ -62,7 +68,9 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call(*args):
-            return op(*args) if backward is not None or is_tracing() else launch(*args)
+            if backward is not None or is_tracing():
+                return op(*args)
+            return launch(*args)
 
         return call
 
@@ -72,7 +80,10 @@ def operation(schema, setup_context=None, backward=None):
 def check_shape(name, shape, dtype=None, **tensors):
     """Raise ValueError unless every tensor but None is contiguous, of this shape, and of dtype if given."""
     for argument, x in tensors.items():
-        if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
+        if x is None:
+            continue
+        fits = x.shape == shape and dtype in (None, x.dtype)
+        if not fits or not x.is_contiguous():
             raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
                              f"{dtype or x.dtype}, contiguous; call .contiguous()")
 
@@ -82,8 +93,8 @@ def check_aligned(name, **tensors):
     if torch.compiler.is_compiling():
         return  # tensors have no address yet
     for argument, tensor in tensors.items():
-        if tensor is not None and tensor.data_ptr() % 16:
-            offset = tensor.data_ptr() % 16
+        offset = 0 if tensor is None else tensor.data_ptr() % 16
+        if offset:
             raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")
 
 
@@ -93,15 +104,17 @@ _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recen
 def device_tables(device, key, make):
     """Return `make()`, tensors that are a function of `key` alone, addresses and sizes. Made once per key and
     kept on `device`, because a CUDA graph cannot record a copy from the host."""
-    tables = _tables.get((device, key))
+    key = device, key
+    tables = _tables.get(key)
     if tables is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("fast_kernels: a CUDA graph cannot record the copy of new tensors' addresses; "
                                "run the function once before the capture")
-        tables = _tables[device, key] = [table.to(device) for table in make()]
+        tables = [table.to(device) for table in make()]
+        _tables[key] = tables
         if len(_tables) > MAX_TABLES:  # sharded weights are gathered to other addresses
             _tables.popitem(last=False)
-    _tables.move_to_end((device, key))
+    _tables.move_to_end(key)
     return tables
 
 

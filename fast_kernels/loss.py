@@ -50,27 +50,34 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c), as in Gemma 2; None: of the logits.
     """
-    if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
+    has_valid_softcap = softcap is None or softcap > 0
+    if not 0 <= label_smoothing <= 1 or not has_valid_softcap:
         raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: 0.1 and 30.0 work")
-    dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
-    if logits.dim() != 2 or not logits.is_contiguous() or not dtype_fits or not logits.numel():
+    is_matrix = logits.dim() == 2 and logits.numel() > 0 and logits.is_contiguous()
+    if not is_matrix or logits.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "
                          "float32, and not empty, is needed")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({len(logits)},) int64 is needed")
     if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
-    scale, amax, fp8 = quantization if quantization and not torch.compiler.is_compiling() else (None,) * 3
-    return _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8)[0]
+    scale = amax = fp8 = None
+    if quantization is not None and not torch.compiler.is_compiling():
+        scale, amax, fp8 = quantization
+    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8)
+    return loss
 
 
 def _setup_context(ctx, inputs, output):
-    logits, labels, label_smoothing, softcap, *ctx.quantization = inputs
+    logits, labels, label_smoothing, softcap, scale, amax, fp8 = inputs
     _, lse, count = output
     ctx.save_for_backward(logits, labels, lse, count)
     ctx.mark_non_differentiable(lse, count)
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.did_backward = (label_smoothing, softcap), False
+    ctx.label_smoothing = label_smoothing
+    ctx.softcap = softcap
+    ctx.quantization = scale, amax, fp8
+    ctx.did_backward = False
 
 
 def _cross_entropy_backward(ctx, grad_loss, *_):
@@ -78,29 +85,35 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
         raise RuntimeError("cross_entropy: a second backward pass; the first one overwrote the logits")
     ctx.did_backward = True
     logits, labels, lse, count = ctx.saved_tensors
-    arguments = logits, labels, lse, (grad_loss / count).float(), *ctx.options
+    factor = (grad_loss / count).float()
+    arguments = logits, labels, lse, factor, ctx.label_smoothing, ctx.softcap
     scale, amax, fp8 = ctx.quantization
     if scale is not None:
-        gradient = Float8Tensor(*cast_gradient(*arguments, scale, amax, fp8), dtype=logits.dtype)
-    else:
-        gradient = torch.empty_like(logits) if is_tracing() else logits.detach()
+        quantized = cast_gradient(*arguments, scale, amax, fp8)
+        gradient = Float8Tensor(*quantized, dtype=logits.dtype)
+    elif is_tracing():
+        gradient = torch.empty_like(logits)
         logits_gradient(*arguments, gradient)
-        if not is_tracing():  # autograd raises where another function saved the logits
-            torch.autograd.graph.increment_version(logits)
-    return gradient, *[None] * 6
+    else:
+        gradient = logits.detach()  # overwrite them
+        logits_gradient(*arguments, gradient)
+        torch.autograd.graph.increment_version(logits)  # an error where another function saved the logits
+    return gradient, None, None, None, None, None, None
 
 
 @operation(
     "(Tensor logits, Tensor labels, float label_smoothing, float? softcap, Tensor? scale, Tensor? amax, "
     "ScalarType? fp8) -> (Tensor loss, Tensor lse, Tensor count)",
     _setup_context, _cross_entropy_backward)
-def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
+def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8):
     """Return the loss, each row's log-sum-exp (N,) float32, and the number of labels."""
     rows, vocab_size = logits.shape
-    losses, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not is_fake(logits):
         _forward_kernel[(rows,)](
-            logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **LAUNCH)
+            logits, labels, losses, lse, V=vocab_size, smoothing=label_smoothing or None, softcap=softcap,
+            **LAUNCH)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
     return losses.sum() / count, lse, count
 
@@ -113,8 +126,10 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
     """Write the logits' gradient, that of the sum over rows times factor, () float32, to `out`."""
     rows, vocab_size = logits.shape
     if not is_fake(logits):
-        _backward_kernel[(rows * ceil_div(vocab_size, LAUNCH["BLOCK"]),)](
-            logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **LAUNCH)
+        programs = rows * ceil_div(vocab_size, LAUNCH["BLOCK"])
+        _backward_kernel[(programs,)](
+            logits, out, labels, lse, factor, V=vocab_size, smoothing=label_smoothing or None,
+            softcap=softcap, **LAUNCH)
 
 
 @operation(
@@ -123,14 +138,13 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
 def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8):
     """Return the logits' gradient as an FP8 tensor, and raise amax to its largest magnitude."""
     rows, vocab_size = logits.shape
-    out = casts.allocate_fp8(logits, rows, vocab_size, fp8)
-    if is_fake(logits):
-        return out
-    tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
-    _backward_fp8_kernel[(tiles,)](
-        logits, labels, lse, factor, scale, amax, *out, rows, vocab_size, label_smoothing or None, softcap,
-        **BACKWARD_FP8)
-    return out
+    rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8)
+    if not is_fake(logits):
+        tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
+        _backward_fp8_kernel[(tiles,)](
+            logits, labels, lse, factor, scale, amax, rowwise, columnwise, scale_inv, N=rows, V=vocab_size,
+            smoothing=label_smoothing or None, softcap=softcap, **BACKWARD_FP8)
+    return rowwise, columnwise, scale_inv
 
 
 @triton.jit

@@ -80,13 +80,14 @@ class CheckedOptions:
 
 # ---------------------------------------------------------------- recipes
 
-_Maximum = namedtuple("_Maximum", "max_fwd max_bwd")
+_Maximum = namedtuple("_Maximum", "max_fwd max_bwd")  # the largest value of a format
 
 
 class Format(Enum):
     """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
 
-    E4M3, HYBRID = _Maximum(448.0, 448.0), _Maximum(448.0, 57344.0)
+    E4M3 = _Maximum(448.0, 448.0)
+    HYBRID = _Maximum(448.0, 57344.0)
 
 
 @dataclass
@@ -142,7 +143,7 @@ def unsupported_reason() -> str:
 # ---------------------------------------------------------------- the FP8 region
 
 _regions = []  # the open autocast regions, the outermost first
-_recompute = None  # inside `checkpoint`: (is it a recomputation?, list to record scales in, or its iterator)
+_recompute = None  # the innermost _Recompute that is open; None outside `checkpoint`
 
 
 class autocast:
@@ -152,7 +153,8 @@ class autocast:
         if calibrating or (enabled and recipe is not None and not recipe.delayed()):
             raise ValueError(f"autocast(recipe={type(recipe).__name__}, calibrating={calibrating}): "
                              "fast_kernels has DelayedScaling; use Transformer Engine")
-        self.enabled, self.group = enabled, amax_reduction_group
+        self.enabled = enabled
+        self.group = amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
         self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
         self.is_updated_backward = False  # whether a layer's backward pass updates the scales of gradients
@@ -169,18 +171,24 @@ class autocast:
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        of_recipe = {}  # an inner region may have another recipe
+        recipes = {}  # {id: recipe}; an inner region may have another one
+        states = {}  # {id of the recipe: (scale, history) of each module}
         for module, recipe in self.recipes.items():
             state = module.fp8_meta[f"scaling_{direction}"]
-            of_recipe.setdefault(id(recipe), (recipe, []))[1].append((state.scale, state.amax_history))
-        for recipe, states in of_recipe.values():
+            recipes[id(recipe)] = recipe
+            states.setdefault(id(recipe), []).append((state.scale, state.amax_history))
+        for key, recipe in recipes.items():
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-                newest = [history[0] for _, history in states]
-                amax = torch.cat(newest)
-                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-                torch._foreach_copy_(newest, amax.split([len(own) for own in newest]))
+                self.reduce_amax([history for _, history in states[key]])
             maximum = getattr(recipe.fp8_format.value, f"max_{direction}")
-            scales.update(states, maximum, recipe.margin, recipe.amax_compute_algo)
+            scales.update(states[key], maximum, recipe.margin, recipe.amax_compute_algo)
+
+    def reduce_amax(self, histories) -> None:
+        """Set row 0 of each history to the largest amax over the ranks."""
+        newest = [history[0] for history in histories]
+        amax = torch.cat(newest)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        torch._foreach_copy_(newest, amax.split([len(own) for own in newest]))
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
@@ -204,27 +212,38 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=traced.checkpoint_contexts, **kwargs)
-    recorded, regions = [], list(_regions)
+    recorded = []
+    regions = list(_regions)
+
+    def contexts():
+        return _Recompute(recorded, regions, replays=False), _Recompute(recorded, regions, replays=True)
+
     return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, **kwargs,
-        context_fn=lambda: (_Recompute(recorded, regions, False), _Recompute(recorded, regions, True)))
+        function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 class _Recompute:
-    """Context of a forward pass that records scales, or of each recomputation, which takes them in turn."""
+    """Context of a forward pass that records scales, or of each recomputation, which takes them in turn.
+
+    recorded: the scales of input and weight, (2, 1), of each GEMM. regions: those of the forward pass."""
 
     def __init__(self, recorded, regions, replays):
-        self.recorded, self.regions, self.replays = recorded, regions, replays
+        self.recorded = recorded
+        self.regions = regions
+        self.replays = replays
 
     def __enter__(self):
         global _recompute
-        self.outer = _recompute, list(_regions)
-        scales = iter(self.recorded) if self.replays else self.recorded
-        _recompute, _regions[:] = (self.replays, scales), self.regions
+        self.outer_recompute = _recompute
+        self.outer_regions = list(_regions)
+        self.next_scales = iter(self.recorded)
+        _recompute = self
+        _regions[:] = self.regions
 
     def __exit__(self, *error):
         global _recompute
-        _recompute, _regions[:] = self.outer
+        _recompute = self.outer_recompute
+        _regions[:] = self.outer_regions
 
 
 def get_cpu_offload_context(*args, **options):
@@ -241,6 +260,21 @@ class ScalingState:
     scale: torch.Tensor  # (n,) float32
     amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
 
+    def quantization(self, slot: int, dtype: torch.dtype) -> Quantization:
+        """Return how one of the tensors is quantized."""
+        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], dtype)
+
+
+def _do_nothing():
+    pass
+
+
+def _has_backward(*tensors):
+    """Return whether a backward pass will give one of the tensors (None is skipped) a gradient."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
 
 def _device():
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -252,7 +286,8 @@ class Module(CheckedOptions, nn.Module):
     def __init__(self, num_gemms, kind, params_dtype=None, device=None, **options):
         super().__init__()
         check_options(kind, options)
-        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(), device=device or _device())
+        dtype = params_dtype or torch.get_default_dtype()
+        self.factory = dict(dtype=dtype, device=device or _device())  # of parameters
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
         self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
@@ -261,20 +296,26 @@ class Module(CheckedOptions, nn.Module):
     def add_norm(self, size, eps, normalization):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r}: must be 'LayerNorm' or 'RMSNorm'")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = False
         self.layer_norm_weight = nn.Parameter(torch.ones(size, **self.factory))
         self.add_bias("layer_norm_bias", size, normalization == "LayerNorm")
 
     def add_linear(self, prefix, out_features, in_features, bias, init_method):
         weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
         with torch.no_grad():
-            (init_method or functools.partial(nn.init.normal_, std=0.023))(weight)  # TE's default
+            if init_method is None:
+                nn.init.normal_(weight, std=0.023)  # TE's default
+            else:
+                init_method(weight)
         self.register_parameter(f"{prefix}weight", weight)
         self.weight_names.append(f"{prefix}weight")
         self.add_bias(f"{prefix}bias", out_features, bias)
 
     def add_bias(self, name, size, has_bias):
-        self.register_parameter(name, nn.Parameter(torch.zeros(size, **self.factory)) if has_bias else None)
+        bias = nn.Parameter(torch.zeros(size, **self.factory)) if has_bias else None
+        self.register_parameter(name, bias)
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
@@ -300,30 +341,31 @@ class Module(CheckedOptions, nn.Module):
         inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
-        prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
-        parameter, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
-        enabled = self.fp8_meta["fp8_checkpoint"] = len(_regions) > 0 and _regions[-1].enabled
+        prefix = f"{name}_" if name else ""
+        parameter = getattr(self, f"{prefix}weight")
+        bias = getattr(self, f"{prefix}bias")
+        enabled = len(_regions) > 0 and _regions[-1].enabled
+        self.fp8_meta["fp8_checkpoint"] = enabled
         if not enabled:
             return Layer(parameter, bias, None, None, None, None)
-        region = _regions[-1]
+        region, outermost = _regions[-1], _regions[0]
         self._check(parameter, inputs[0])
         self.init_fp8_meta_tensors(region.recipe)
-        after_backward, outermost = (lambda: None), _regions[0]
-        replays, recorded = _recompute or (False, None)
-        if not replays:
-            outermost.recipes[self] = region.recipe
-            has_backward = torch.is_grad_enabled() and any(
-                tensor is not None and tensor.requires_grad for tensor in (*inputs, parameter))
-            if has_backward and not outermost.is_updated_backward:  # the first layer's backward runs last
-                outermost.is_updated_backward, after_backward = True, lambda: outermost.update("bwd")
+        gemm = 1 if name == "fc2" else 0
         of_input, of_weight, of_gradient = self._quantization(gemm)
-        if replays:
-            scale = next(recorded)
+        after_backward = _do_nothing
+        if _recompute is not None and _recompute.replays:
+            scale = next(_recompute.next_scales)
             amax = torch.zeros_like(scale)
             of_input = Quantization(scale[0], amax[0], of_input.dtype)
             of_weight = Quantization(scale[1], amax[1], of_weight.dtype)
-        elif recorded is not None:
-            recorded.append(torch.stack((of_input.scale, of_weight.scale)))
+        else:
+            outermost.recipes[self] = region.recipe
+            if not outermost.is_updated_backward and _has_backward(parameter, *inputs):
+                outermost.is_updated_backward = True  # by this layer, the first one: its backward runs last
+                after_backward = functools.partial(outermost.update, "bwd")
+            if _recompute is not None:
+                _recompute.recorded.append(torch.stack((of_input.scale, of_weight.scale)))
         weight = self.quantized_weight(gemm, of_weight, is_first_microbatch)
         return Layer(parameter, bias, weight, of_input, of_gradient, after_backward)
 
@@ -345,11 +387,14 @@ class Module(CheckedOptions, nn.Module):
             return
         with torch.inference_mode(False):  # training goes on with this state
             for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-                slots, before = tensors * meta["num_gemms"], meta.get(direction)
-                history = torch.zeros(recipe.amax_history_len, slots, device=next(self.parameters()).device)
-                scale = torch.ones_like(history[0])
+                slots = tensors * meta["num_gemms"]
+                device = next(self.parameters()).device
+                history = torch.zeros(recipe.amax_history_len, slots, device=device)
+                scale = torch.ones(slots, device=device)
+                before = meta.get(direction)
                 if before is not None:
-                    scale, kept = before.scale, min(len(history), len(before.amax_history))
+                    scale = before.scale
+                    kept = min(len(history), len(before.amax_history))
                     history[:kept] = before.amax_history[:kept]  # as TE, although the newest are at the end
                 meta[direction] = ScalingState(scale, history)
         meta["recipe"] = recipe
@@ -374,20 +419,23 @@ class Module(CheckedOptions, nn.Module):
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
-        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place, or be TE's
+        format_name = self.fp8_meta["recipe"].fp8_format.name
+        key = gemm, format_name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
-            backward = torch.float8_e5m2 if key[1] == "HYBRID" else torch.float8_e4m3fn
+            forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+            gradient_dtype = torch.float8_e5m2 if format_name == "HYBRID" else torch.float8_e4m3fn
             self._quantizations[key] = [
-                Quantization(state.scale[i:i + 1], state.amax_history[0, i:i + 1], dtype)
-                for state, i, dtype in (
-                    (self.fp8_meta["scaling_fwd"], 3 * gemm, torch.float8_e4m3fn),
-                    (self.fp8_meta["scaling_fwd"], 3 * gemm + 1, torch.float8_e4m3fn),
-                    (self.fp8_meta["scaling_bwd"], 2 * gemm, backward))]
+                forward.quantization(3 * gemm, torch.float8_e4m3fn),
+                forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
+                backward.quantization(2 * gemm, gradient_dtype)]
         return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
-        return self._quantization(0)[2] if self.fp8_meta["fp8_checkpoint"] else None
+        if not self.fp8_meta["fp8_checkpoint"]:
+            return None
+        _, _, of_gradient = self._quantization(0)
+        return of_gradient
 
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
@@ -404,7 +452,8 @@ class Module(CheckedOptions, nn.Module):
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
         out = self.workspace(gemm) if is_first_microbatch else None
-        return casts.cast(getattr(self, name).detach(), *quantization, out=out)[0]
+        quantized, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
+        return quantized
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32."""
@@ -412,8 +461,10 @@ class Module(CheckedOptions, nn.Module):
         device = next(self.parameters()).device
         for state in (self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")):
             if state is not None:
-                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
-        self._quantizations, self._fp8_workspaces = {}, {}
+                state.scale = state.scale.to(device)
+                state.amax_history = state.amax_history.to(device)
+        self._quantizations = {}
+        self._fp8_workspaces = {}
         return self
 
     def __getstate__(self):  # for pickle and copy.deepcopy: views of tensors that are copied on their own
@@ -443,7 +494,8 @@ class LayerNormLinear(Module):
         self.add_linear("", out_features, in_features, bias, init_method)
 
     def run(self, x, is_first_microbatch):
-        return fused.norm_linear(Stream(x), self, is_first_microbatch=is_first_microbatch)[1]
+        _, y = fused.norm_linear(Stream(x), self, is_first_microbatch=is_first_microbatch)
+        return y
 
 
 class LayerNormMLP(Module):
@@ -457,13 +509,14 @@ class LayerNormMLP(Module):
         super().__init__(2, "LayerNormMLP", **options)
         if activation not in casts.ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: must be one of {', '.join(casts.ACTIVATIONS)}")
-        self.activation, gated = activation, activation in casts.GATED
+        self.activation = activation
         self.add_norm(hidden_size, eps, normalization)
-        self.add_linear("fc1_", ffn_hidden_size * (1 + gated), hidden_size, bias, init_method)
+        fc1_size = 2 * ffn_hidden_size if activation in casts.GATED else ffn_hidden_size
+        self.add_linear("fc1_", fc1_size, hidden_size, bias, init_method)
         self.add_linear("fc2_", hidden_size, ffn_hidden_size, bias, output_layer_init_method)
 
     def run(self, x, is_first_microbatch):
-        _, hidden = fused.norm_linear(Stream(x), self, "fc1", is_first_microbatch=is_first_microbatch)
+        _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 
@@ -500,7 +553,9 @@ class DotProductAttention(CheckedOptions, nn.Module):
         if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
             raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels "
                              "has 'bshd' with 'causal' and 'thd' with 'padding_causal'")
-        q, k, v = [x if x.dim() == 4 else x[None] for x in (query_layer, key_layer, value_layer)]
+        q, k, v = query_layer, key_layer, value_layer
+        if qkv_format == "thd":
+            q, k, v = q[None], k[None], v[None]
         dropout_p = self.attention_dropout if self.training else 0.0
         if q.dtype == torch.float32 or dropout_p:
             y = sdpa(q, k, v, cu_seqlens_q, dropout_p=dropout_p)
@@ -520,11 +575,14 @@ class TransformerLayer(CheckedOptions, nn.Module):
         of_te = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")  # defaults
         check_options("TransformerLayer", of_te | options, fuse_qkv_params=True, qkv_weight_interleaved=False,
                       attn_input_format="bshd")
-        self.heads, self.kv_heads = num_attention_heads, num_gqa_groups or num_attention_heads
-        self.head_size, self.hidden_dropout = kv_channels or hidden_size // self.heads, hidden_dropout
+        self.heads = num_attention_heads
+        self.kv_heads = num_gqa_groups or num_attention_heads
+        self.head_size = kv_channels or hidden_size // self.heads
+        self.hidden_dropout = hidden_dropout
         q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
         common = dict(bias=bias, params_dtype=params_dtype, device=device)
-        normed = dict(eps=layernorm_epsilon, normalization=normalization, init_method=init_method) | common
+        normed = common | dict(
+            eps=layernorm_epsilon, normalization=normalization, init_method=init_method)
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         self.self_attention.layernorm_qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **normed)
         self.self_attention.core_attention = DotProductAttention(
@@ -535,11 +593,14 @@ class TransformerLayer(CheckedOptions, nn.Module):
             output_layer_init_method=output_layer_init_method, **normed)
 
     def forward(self, hidden_states, is_first_microbatch=None):
-        layer, first = self.self_attention, dict(is_first_microbatch=is_first_microbatch)
-        qkv = layer.layernorm_qkv(hidden_states, **first).unflatten(-1, (-1, self.head_size))
-        y = layer.core_attention(*qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
-        x = hidden_states + F.dropout(layer.proj(y, **first), self.hidden_dropout, self.training)
-        return x + F.dropout(self.layernorm_mlp(x, **first), self.hidden_dropout, self.training)
+        layer = self.self_attention
+        qkv = layer.layernorm_qkv(hidden_states, is_first_microbatch)
+        qkv = qkv.unflatten(-1, (-1, self.head_size))
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        y = layer.proj(layer.core_attention(q, k, v), is_first_microbatch)
+        x = hidden_states + F.dropout(y, self.hidden_dropout, self.training)
+        y = self.layernorm_mlp(x, is_first_microbatch)
+        return x + F.dropout(y, self.hidden_dropout, self.training)
 
 
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False):
@@ -569,16 +630,24 @@ optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 def quantize_weights(modules):
     """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False. Call it
     inside `autocast`, and go backward before the next call: the quantized weights are overwritten."""
-    weights = []
-    for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
-        module.init_fp8_meta_tensors(_regions[-1].recipe)
-        for gemm, name in enumerate(module.weight_names):
-            weight, (scale, amax, _) = getattr(module, name), module._quantization(gemm)[1]
-            module._check(weight, weight)
-            if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
-                raise ValueError(f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
-                                 "with fully_shard set model.quantizes_weights_first = False")
-            weights.append((weight, *module.workspace(gemm), scale, amax))
+    weights, outputs, weight_scales, amaxes = [], [], [], []
+    for model in modules:
+        for module in model.modules():
+            if not isinstance(module, Module):
+                continue
+            module.init_fp8_meta_tensors(_regions[-1].recipe)
+            for gemm, name in enumerate(module.weight_names):
+                weight = getattr(module, name)
+                module._check(weight, weight)
+                if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
+                    raise ValueError(
+                        f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
+                        "with fully_shard set model.quantizes_weights_first = False")
+                _, of_weight, _ = module._quantization(gemm)
+                weights.append(weight)
+                outputs.append(module.workspace(gemm))
+                weight_scales.append(of_weight.scale)
+                amaxes.append(of_weight.amax)
     if weights:
-        x, rowwise, columnwise, scale_inv, scales, amaxes = map(list, zip(*weights))
-        casts.cast_all(x, rowwise, columnwise, scale_inv, scales, amaxes)
+        rowwise, columnwise, scale_inv = map(list, zip(*outputs))
+        casts.cast_all(weights, rowwise, columnwise, scale_inv, weight_scales, amaxes)

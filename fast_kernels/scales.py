@@ -20,11 +20,14 @@ def update_reference(states, fp8_max, margin=0, algorithm="max"):
     """`update` in plain PyTorch."""
     for scale, history in states:
         is_used = history[0] != 0
-        amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if algorithm == "max" else history[0]
+        amax = history[0]
+        if algorithm == "max":
+            amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0)
         # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
         quotient = torch.full_like(amax, fp8_max * 2.0**-margin) / amax
         quotient = quotient.clamp(max=torch.finfo(torch.float32).max)
-        scale.copy_(torch.where(is_used & (amax > 0) & amax.isfinite(), quotient, scale))
+        is_valid = is_used & (amax > 0) & amax.isfinite()
+        scale.copy_(torch.where(is_valid, quotient, scale))
         rolled = history.roll(-1, 0)
         rolled[0] = 0
         history.copy_(torch.where(is_used, rolled, history))
@@ -55,19 +58,23 @@ def _update_scales(scales, histories, fp8_max, margin, algorithm):
     if is_fake(scales[0]):
         return
     key = tuple(
-        (s.data_ptr(), s.shape, s.dtype, h.data_ptr(), h.shape, h.dtype, h.is_contiguous())
-        for s, h in zip(scales, histories))
+        (scale.data_ptr(), scale.shape, scale.dtype,
+         history.data_ptr(), history.shape, history.dtype, history.is_contiguous())
+        for scale, history in zip(scales, histories))
 
     def make():
-        rows = []
+        rows = []  # as `_update_kernel` reads them
         for scale, history in zip(scales, histories):
             _check(scale, history, scales[0].device)
-            address, (length, slots) = (scale.data_ptr(), history.data_ptr()), history.shape
-            rows += [(*address, length, slots, first) for first in range(0, slots, TILE["COLUMNS"])]
+            length, slots = history.shape
+            for first_slot in range(0, slots, TILE["COLUMNS"]):
+                rows.append((scale.data_ptr(), history.data_ptr(), length, slots, first_slot))
         return [torch.tensor(rows)]
 
     table, = device_tables(scales[0].device, key, make)
-    _update_kernel[(len(table),)](table, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+    programs = len(table)
+    _update_kernel[(programs,)](
+        table, numerator=fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
 
 
 def _check(scale, history, device):
@@ -87,8 +94,10 @@ def update_one(scale, history, fp8_max, margin, algorithm):
         return
     _check(scale, history, scale.device)
     length, slots = history.shape
-    _update_slots[(ceil_div(slots, TILE["COLUMNS"]),)](
-        scale, history, length, slots, None, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+    programs = ceil_div(slots, TILE["COLUMNS"])
+    _update_slots[(programs,)](
+        scale, history, length=length, slots=slots, first_slot=None, numerator=fp8_max * 2.0**-margin,
+        IS_MAX=algorithm == "max", **TILE)
 
 
 @triton.jit

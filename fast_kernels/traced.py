@@ -3,7 +3,8 @@ fuses the PyTorch code between them. `Module.forward` calls `run` while it is tr
 
 A graph cannot create state, and autograd cannot pass FP8 gradients between modules. So here
 - `Module.prepare` allocates the FP8 state at trace time;
-- `_Module` is one autograd function per module, whose FP8 operands are inputs without a gradient;
+- `_Linear` and `_MLP` are one autograd function for a whole module, whose FP8 operands are inputs without a
+  gradient;
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
   all scales, so a module that runs twice in a region has other scales compiled than uncompiled;
 - weights' gradients are outputs of the graph: `main_grad` is not used.
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
-from fast_kernels.fused import forward_gemm, input_gradient
+from fast_kernels.fused import input_gradient
 from fast_kernels.gemm import gemm
 from fast_kernels.library import operation
 
 FORWARD_FP8 = torch.float8_e4m3fn
+# Slots of a module's scales; see ScalingState
+INPUT, WEIGHT, FC2_INPUT, FC2_WEIGHT = 0, 1, 3, 4  # forward
+GRADIENT, FC2_GRADIENT = 0, 2  # backward
 
 
 @operation("(Tensor scale) -> Tensor")
@@ -43,45 +47,61 @@ checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
-    recipe, names, x = region.recipe, module.weight_names, x.contiguous()
-    module.prepare(recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
-                   recipe.reduce_amax, bool(is_first_microbatch))
-    norm = [getattr(module, f"layer_norm_{name}", None) for name in ("weight", "bias")]
-    weights = [getattr(module, name) for name in names]
-    for weight in weights:
-        module.check_dtype(weight, x)
-    biases = [getattr(module, name.replace("weight", "bias")) for name in names]
+    recipe = region.recipe
+    module.prepare(
+        recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
+        recipe.reduce_amax, bool(is_first_microbatch))
+    for name in module.weight_names:
+        module.check_dtype(getattr(module, name), x)
+    x = x.contiguous()
+    norm_weight = getattr(module, "layer_norm_weight", None)  # None: a Linear
+    norm_bias = getattr(module, "layer_norm_bias", None)
     state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     scale = read_scales(state.scale)
 
-    def quantization(slot):  # 0, 1: input and weight of the first GEMM; 3, 4: of the second; see ScalingState
+    def quantization(slot):
         return scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8
 
-    mean = rstd = hidden = None
     with torch.no_grad():
-        if norm[0] is None:
-            quantized, _ = casts.cast(x.detach(), *quantization(0))
+        if norm_weight is None:
+            mean = rstd = None
+            quantized_x, _ = casts.cast(x.detach(), *quantization(INPUT))
         else:
-            _, quantized, mean, rstd = casts.norm(
-                x.detach(), None, None, *(w if w is None else w.detach() for w in norm), module.eps,
-                *quantization(0))
-        operands = [*quantized, *module.quantized_weight(0, quantization(1), is_first_microbatch)]
-        if len(names) == 2:
-            hidden = forward_gemm(None, *operands)
-            bias = None if biases[0] is None else biases[0].detach()
-            quantized = casts.activate(module.activation, hidden, bias, *quantization(3))
-            operands += [*quantized, *module.quantized_weight(1, quantization(4), is_first_microbatch)]
+            _, quantized_x, mean, rstd = casts.norm(
+                x.detach(), None, None, norm_weight.detach(), _detach(norm_bias), module.eps,
+                *quantization(INPUT))
+        quantized_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
     fp8_max = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
-    options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
+    update_options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
     gradient_dtype = torch.float8_e5m2 if fp8_max.max_bwd > fp8_max.max_fwd else FORWARD_FP8
-    absent = [None] * (2 - len(names))  # of a module with one GEMM: the second weight and bias
-    y = _Module.apply(
-        x, *norm, *weights, *absent, *biases, *absent, mean, rstd, hidden, gradient_state, gradient_dtype,
-        getattr(module, "activation", None), (fp8_max.max_bwd, *options), *operands)
+    backward = gradient_state, gradient_dtype, (fp8_max.max_bwd, *update_options)
+    if len(module.weight_names) == 1:
+        y = _Linear.apply(
+            x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, *backward, *quantized_x,
+            *quantized_weight)
+    else:
+        with torch.no_grad():
+            hidden = _forward_gemm(*quantized_x, *quantized_weight)
+            quantized_act = casts.activate(
+                module.activation, hidden, _detach(module.fc1_bias), *quantization(FC2_INPUT))
+            quantized_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
+        y = _MLP.apply(
+            x, norm_weight, norm_bias, module.fc1_weight, module.fc1_bias, module.fc2_weight, module.fc2_bias,
+            mean, rstd, *backward, module.activation, hidden, *quantized_x, *quantized_weight,
+            *quantized_act, *quantized_fc2)
     if is_training:
-        update_scales(state, fp8_max.max_fwd, *options)
+        update_scales(state, fp8_max.max_fwd, *update_options)
     return y
+
+
+def _detach(parameter):
+    return None if parameter is None else parameter.detach()
+
+
+def _forward_gemm(x, x_columnwise, x_inv, weight, weight_columnwise, weight_inv, bias=None):
+    """Return x @ weightᵀ + bias of two FP8 tensors."""
+    return gemm(weight, weight_inv, x, x_inv, bias, "fast")
 
 
 def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
@@ -95,59 +115,93 @@ def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
     scales.update_one(scale, history, fp8_max, margin, algorithm)
 
 
-class _Module(torch.autograd.Function):
-    """Linear, LayerNormLinear and LayerNormMLP.
+# The modules as autograd functions. x, which is before the norm, and the parameters are inputs to receive
+# gradients. The operands of GEMMs are quantized: rowwise, columnwise, scale_inv. `state`, the ScalingState of
+# gradients, is not saved with save_for_backward, because the backward pass changes it in place.
 
-    operands: for each GEMM its input and its weight, quantized: rowwise, columnwise, scale_inv. x, before the
-    norm, and the parameters are arguments to receive gradients. `state`, the ScalingState of gradients, is
-    not saved with save_for_backward, because the backward pass changes it in place.
-    """
+class _Linear(torch.autograd.Function):
+    """Linear and LayerNormLinear."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, fc2_weight, bias, fc2_bias, mean, rstd, hidden, state,
-                fp8, activation, update_options, *operands):
-        ctx.has_norm, ctx.is_mlp = norm_weight is not None, hidden is not None
-        ctx.has_mean, ctx.has_bias, ctx.operand_count = mean is not None, bias is not None, len(operands)
-        ctx.state, ctx.fp8, ctx.activation, ctx.update_options = state, fp8, activation, update_options
-        saved = [*operands[1:3], *operands[4:6]]  # columnwise, for wgrad and dgrad
-        if ctx.is_mlp:
-            saved += [*operands[7:9], *operands[10:], hidden, *([bias] if ctx.has_bias else [])]
-        if ctx.has_norm:
-            saved += [x, norm_weight, rstd, *([mean] if ctx.has_mean else [])]
-        ctx.save_for_backward(*saved)
-        return forward_gemm(fc2_bias if ctx.is_mlp else bias, *operands[-6:])
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, mean, rstd, state, gradient_dtype,
+                update_options, x_rowwise, x_columnwise, x_inv, w_rowwise, w_columnwise, w_inv):
+        ctx.state = state
+        ctx.gradient_dtype = gradient_dtype
+        ctx.update_options = update_options
+        if norm_weight is None:
+            x = None  # only the norm's backward pass reads it
+        ctx.save_for_backward(x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv)
+        return _forward_gemm(x_rowwise, x_columnwise, x_inv, w_rowwise, w_columnwise, w_inv, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (needs_x, needs_norm, needs_norm_bias, needs_weight, needs_fc2, needs_bias,
-         needs_fc2_bias) = ctx.needs_input_grad[:7]
-        scale, history, saved = ctx.state.scale, ctx.state.amax_history, list(ctx.saved_tensors)
-        x, x_inv, weight, weight_inv = saved[:4]
-        needs_input = needs_x or needs_norm or needs_norm_bias
-        dx = dnorm = dnorm_bias = dweight = dbias = dfc2 = dfc2_bias = None
-        quantization = scale[:1], history[0, :1], ctx.fp8  # slot 0: the first GEMM's output gradient
-        if ctx.is_mlp:
-            act, act_inv, fc2, fc2_inv, hidden = saved[4:9]
-            saved = saved[9:]
-            bias = saved.pop(0) if ctx.has_bias else None
-            dy_fp8, dfc2_bias = casts.cast(  # slot 2: the second one's
-                dy.contiguous(), scale[2:3], history[0, 2:3], ctx.fp8, with_dbias=needs_fc2_bias)
-            if needs_fc2:  # wgrad
-                dfc2 = gemm(act, act_inv, *dy_fp8[1:])
-            if needs_input or needs_weight or needs_bias:
-                dact = input_gradient(dy_fp8, (fc2, fc2_inv))
-                dy_fp8, dbias = casts.activate_backward(ctx.activation, dact, hidden, bias, *quantization)
-        else:
-            saved = saved[4:]
-            dy_fp8, dbias = casts.cast(dy.contiguous(), *quantization, with_dbias=needs_bias)
+        x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
+        needs_x, needs_norm_weight, needs_norm_bias, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        dx = dnorm_weight = dnorm_bias = dweight = None
+        quantized, dbias = casts.cast(
+            dy.contiguous(), *_gradient_quantization(ctx, GRADIENT), with_dbias=needs_bias)
+        dy_rowwise, dy_columnwise, dy_inv = quantized
         if needs_weight:
-            dweight = gemm(x, x_inv, *dy_fp8[1:])
-        if needs_input:
-            dx = input_gradient(dy_fp8, (weight, weight_inv))
-            if ctx.has_norm:
-                residual, norm_weight, rstd = saved[:3]
-                dx, _, _, dnorm, dnorm_bias = casts.norm_backward(
-                    dx, residual, saved[3] if ctx.has_mean else None, rstd, norm_weight, None)
+            dweight = gemm(x_columnwise, x_inv, dy_columnwise, dy_inv)
+        if needs_x or needs_norm_weight or needs_norm_bias:
+            dx = input_gradient(dy_rowwise, dy_inv, (w_columnwise, w_inv))
+            if norm_weight is not None:
+                dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(
+                    dx, x, mean, rstd, norm_weight, None)
         update_scales(ctx.state, *ctx.update_options)
-        gradients = dx, dnorm, dnorm_bias, dweight, dfc2, dbias, dfc2_bias
-        return *gradients, *[None] * (7 + ctx.operand_count)
+        return dx, dnorm_weight, dnorm_bias, dweight, dbias, *[None] * 11
+
+
+class _MLP(torch.autograd.Function):
+    """LayerNormMLP. hidden: the output of fc1 without its bias. act: after the activation."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, mean, rstd, state,
+                gradient_dtype, update_options, activation, hidden,
+                x_rowwise, x_columnwise, x_inv, fc1_rowwise, fc1_columnwise, fc1_inv,
+                act_rowwise, act_columnwise, act_inv, fc2_rowwise, fc2_columnwise, fc2_inv):
+        ctx.state = state
+        ctx.gradient_dtype = gradient_dtype
+        ctx.update_options = update_options
+        ctx.activation = activation
+        ctx.save_for_backward(
+            x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
+            act_columnwise, act_inv, fc2_columnwise, fc2_inv)
+        return _forward_gemm(
+            act_rowwise, act_columnwise, act_inv, fc2_rowwise, fc2_columnwise, fc2_inv, fc2_bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
+         act_columnwise, act_inv, fc2_columnwise, fc2_inv) = ctx.saved_tensors
+        (needs_x, needs_norm_weight, needs_norm_bias, needs_fc1_weight, needs_fc1_bias, needs_fc2_weight,
+         needs_fc2_bias) = ctx.needs_input_grad[:7]
+        dx = dnorm_weight = dnorm_bias = dfc1_weight = dfc1_bias = dfc2_weight = None
+        # fc2
+        quantized, dfc2_bias = casts.cast(
+            dy.contiguous(), *_gradient_quantization(ctx, FC2_GRADIENT), with_dbias=needs_fc2_bias)
+        dy_rowwise, dy_columnwise, dy_inv = quantized
+        if needs_fc2_weight:
+            dfc2_weight = gemm(act_columnwise, act_inv, dy_columnwise, dy_inv)
+        # activation and fc1
+        needs_dx = needs_x or needs_norm_weight or needs_norm_bias
+        if needs_dx or needs_fc1_weight or needs_fc1_bias:
+            dact = input_gradient(dy_rowwise, dy_inv, (fc2_columnwise, fc2_inv))
+            quantized, dfc1_bias = casts.activate_backward(
+                ctx.activation, dact, hidden, fc1_bias, *_gradient_quantization(ctx, GRADIENT))
+            dhidden_rowwise, dhidden_columnwise, dhidden_inv = quantized
+        if needs_fc1_weight:
+            dfc1_weight = gemm(x_columnwise, x_inv, dhidden_columnwise, dhidden_inv)
+        # norm
+        if needs_dx:
+            dx = input_gradient(dhidden_rowwise, dhidden_inv, (fc1_columnwise, fc1_inv))
+            dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
+        update_scales(ctx.state, *ctx.update_options)
+        gradients = dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias
+        return *gradients, *[None] * 19
+
+
+def _gradient_quantization(ctx, slot):
+    """Return how an output gradient is quantized."""
+    state = ctx.state
+    return state.scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], ctx.gradient_dtype

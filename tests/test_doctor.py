@@ -204,8 +204,8 @@ SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).ite
 """
 PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch)\n"
 SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)\n"
-OUTPUT = "            return self.output(stream, labels, first, input_ids.shape, tied_dweight)\n"
-TWO_USES = """            loss = self.output(stream, labels, first, input_ids.shape, tied_dweight)
+OUTPUT = "            return self.output(stream, labels, first, input_ids.shape, tied_gradient)\n"
+TWO_USES = """            loss = self.output(stream, labels, first, input_ids.shape, tied_gradient)
             return loss if labels is None else loss + 0.5 * self.output(
                 stream, labels.roll(-1, 1), first, input_ids.shape, {})
 """
@@ -326,10 +326,10 @@ def test_checking_a_model_needs_the_packages():
 
 @pytest.mark.gpu  # takes half a minute in Triton's interpreter; test_a_tied_head_can_be_used_twice is shorter
 @pytest.mark.parametrize("given, line", [
-    ("tied_dweight", "computes in FP8 what it computes without"),
-    ("[]", "fail  wte.weight: its gradient changes by ")])
+    ("tied_gradient", "computes in FP8 what it computes without"),
+    ("TiedGradient()", "fail  wte.weight: its gradient changes by ")])
 def test_both_uses_of_a_tied_head_have_a_gradient(given, line, tmp_path):
-    """`embed` adds the gradients in the list that it was given; with another one, a gradient is lost."""
+    """`embed` adds to the gradient in the object that it was given; with another one, a gradient is lost."""
     pytest.importorskip("triton")
     edit(tmp_path, OUTPUT, TWO_USES.format(given), model="fast")
     code, shown = run("--model", f"{tmp_path}/my_model.py:FastGPT2Model")

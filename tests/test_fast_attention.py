@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
@@ -35,33 +36,44 @@ def test_reference_is_softmax_attention(starts, window):
 def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.float32, device=DEVICE):
     """Make qkv, (cos, sin), q_weight, k_weight and dout, in `dtype` except for cos and sin."""
     qkv = torch.randn(batch, length, (n_head + 2 * n_kv_head) * dim, device=device, dtype=dtype)
-    angles = torch.arange(length, device=device).float()[:, None, None] * 1e4 ** (
-        -torch.arange(0, dim, 2, device=device).float() / dim)
-    weights = (
-        [(1 + 0.3 * torch.randn(dim, device=device)).to(dtype) for _ in range(2)] if norm else [None, None])
+    tables = q_weight = k_weight = None
+    if rope:
+        frequencies = 1e4 ** (-torch.arange(0, dim, 2, device=device).float() / dim)
+        angles = torch.arange(length, device=device).float()[:, None, None] * frequencies
+        tables = angles.cos(), angles.sin()
+    if norm:
+        q_weight = (1 + 0.3 * torch.randn(dim, device=device)).to(dtype)
+        k_weight = (1 + 0.3 * torch.randn(dim, device=device)).to(dtype)
     dout = torch.randn(batch, length, n_head * dim, device=device, dtype=dtype)
-    return qkv, (angles.cos(), angles.sin()) if rope else None, *weights, dout
+    return qkv, tables, q_weight, k_weight, dout
 
 
 def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout, **options):
     """Return the output and the gradients of qkv and of the weights that are not None."""
-    leaves = [
-        x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)]
-    out = function(leaves[0], n_head, n_kv_head, rope, *leaves[1:], **options)
+    qkv = qkv.detach().clone().requires_grad_()
+    leaves = [qkv]
+    if q_weight is not None:
+        q_weight = q_weight.detach().clone().requires_grad_()
+        k_weight = k_weight.detach().clone().requires_grad_()
+        leaves += [q_weight, k_weight]
+    out = function(qkv, n_head, n_kv_head, rope, q_weight, k_weight, **options)
     out.backward(dout)
-    return [out.detach()] + [x.grad for x in leaves if x is not None]
-
-
-def double(x):
-    return tuple(map(double, x)) if isinstance(x, tuple) else x.double() if x is not None else None
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def errors(n_head, n_kv_head, inputs, **options):
     """Return ||ours - reference|| / ||reference|| of the output and of each gradient."""
     ours = run(packed_attention, n_head, n_kv_head, *inputs, **options)
-    exact = run(packed_attention_reference, n_head, n_kv_head, *map(double, inputs), **options)
-    assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, exact))
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, exact)]
+    in_float64 = tree_map_only(torch.Tensor, torch.Tensor.double, inputs)
+    exact = run(packed_attention_reference, n_head, n_kv_head, *in_float64, **options)
+    dtype = inputs[0].dtype
+    for x, y in zip(ours, exact, strict=True):
+        assert x.dtype == dtype and x.shape == y.shape
+    return [relative_error(x, y) for x, y in zip(ours, exact)]
+
+
+def relative_error(x, expected):
+    return float((x.double() - expected.double()).norm() / expected.double().norm())
 
 
 features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (False, True), (True, True)],
@@ -98,16 +110,19 @@ def test_other_layouts_of_the_inputs():
 
 def test_invalid_arguments_raise():
     qkv, rope, q_weight, k_weight, _ = make_inputs(1, 4, 4, 2, 16, True, True)
-    for arguments, message in (((qkv, 5, 2), "n_head=5"), ((qkv, 4, 2, None, q_weight), "both"),
-                               ((qkv, 4, 2, None, q_weight[:8], k_weight[:8]), r"shape \(16,\)"),
-                               ((qkv[:, :3], 4, 2, rope), r"\(3, 8\) fit"), ((qkv, 2, 3), "n_kv_head=3"),
-                               ((qkv.view(1, 4, 16, 8), 4, 2), "does not hold")):
+    odd = torch.randn(1, 4, 8 * 15, device=DEVICE)
+    for arguments, options, message in (
+            ((qkv, 5, 2), {}, "n_head=5"),
+            ((qkv, 2, 3), {}, "n_kv_head=3"),
+            ((qkv.view(1, 4, 16, 8), 4, 2), {}, "does not hold"),
+            ((qkv, 4, 2), {"q_weight": q_weight}, "both"),
+            ((qkv, 4, 2), {"q_weight": q_weight[:8], "k_weight": k_weight[:8]}, r"shape \(16,\)"),
+            ((qkv[:, :3], 4, 2), {"rope": rope}, r"\(3, 8\) fit"),
+            ((odd, 4, 2), {"rope": rope}, "head dimension 15: .* need an even one"),
+            ((qkv, 4, 2), {"window": 0}, "at least 1"),
+            ((qkv, 4, 2), {"cu_seqlens": torch.tensor([0, 4])}, "no int32 vector")):
         with pytest.raises(ValueError, match=message):
-            packed_attention(*arguments)
-    for options, message in (({"window": 0}, "at least 1"),
-                             ({"cu_seqlens": torch.tensor([0, 4])}, "no int32 vector")):
-        with pytest.raises(ValueError, match=message):
-            packed_attention(qkv, 4, 2, **options)
+            packed_attention(*arguments, **options)
 
 
 @pytest.mark.parametrize("version", ["fa4", "fa2"])
@@ -211,9 +226,10 @@ def test_more_than_2_to_the_31_elements():
     for function in (attend, norm_rope):
         qkv = row.repeat(batch, 1, 1, 1)
         assert qkv.numel() > 2**31
-        ours, alone = function(qkv, dout.expand(batch, -1, -1)), function(row.clone(), dout)
-        for x, y in zip(ours, alone):
-            assert float((x - y).norm() / y.norm()) < 5e-3
+        ours = function(qkv, dout.expand(batch, -1, -1))
+        expected = function(row.clone(), dout)
+        for x, y in zip(ours, expected):
+            assert relative_error(x, y) < 5e-3
         del qkv, ours
         torch.cuda.empty_cache()
 
@@ -236,7 +252,7 @@ def test_in_a_cuda_graph(installed, n_kv_head, dim):
     assert torch.equal(captured[0], eager[0])
     # FlashAttention sums dq (and dk, dv with GQA) in no fixed order
     for x, y in zip(captured[1:], eager[1:]):
-        assert float((x.double() - y.double()).norm() / y.double().norm()) < 5e-3
+        assert relative_error(x, y) < 5e-3
 
 
 @pytest.mark.gpu

@@ -41,30 +41,31 @@ def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
     dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
     assert dweight.dtype == dtype and dweight.shape == (vocab_size, columns)
+    rtol = 1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5
     for ours, own_dy in zip(dweight.split(512, dim=1), dy.split(512, dim=1)):  # float64 takes much memory
-        torch.testing.assert_close(
-            ours.double(), exact(tokens, own_dy, vocab_size), atol=2e-5 * count**0.5,
-            rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5)
-    assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
+        expected = exact(tokens, own_dy, vocab_size)
+        torch.testing.assert_close(ours.double(), expected, atol=2e-5 * count**0.5, rtol=rtol)
+    occurs = torch.bincount(tokens, minlength=vocab_size) > 0
+    assert torch.equal(dweight.abs().sum(1) > 0, occurs)
     if DEVICE == "cuda":  # bit for bit; the interpreter runs one program after the other
         assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_without_positions(tied):
-    """Autograd adds the gradient to the output head's; with tied_dweight it is added in place, once."""
+    """Autograd adds the gradient to the output head's; with a TiedGradient it is added in place, once."""
     torch.manual_seed(1)
     weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
     tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
     dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
-    tied_dweight = [] if tied else None
-    x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
+    tied_gradient = fast_embedding.TiedGradient() if tied else None
+    x = fast_embedding.embed(tokens, weight, tied_gradient=tied_gradient)
     assert torch.equal(x, weight[tokens])
     if tied:
-        tied_dweight.append(head_dweight)
+        tied_gradient.add(head_dweight)
         x.backward(dy)
-        assert not tied_dweight and torch.equal(weight.grad, head_dweight)
+        assert tied_gradient.take() is None and torch.equal(weight.grad, head_dweight)
     else:
         ((x * dy).sum() + (weight * head_dweight).sum()).backward()
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
@@ -80,9 +81,8 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
 
     documents: positions (B, S), with duplicates, as in a packed batch. more: number of unused positions."""
     torch.manual_seed(1)
-    weight, position_weight = (
-        torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_()
-        for rows in (50, length + more))
+    weight = torch.randn(50, columns, dtype=dtype, device=DEVICE).requires_grad_()
+    position_weight = torch.randn(length + more, columns, dtype=dtype, device=DEVICE).requires_grad_()
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
     if documents:
         positions = torch.randint(0, length, (batch, length), device=DEVICE)
@@ -92,10 +92,9 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
     assert torch.equal(x, fast_embedding.embed_reference(tokens, weight, positions, position_weight))
     x.backward(dy)
-    for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
-        torch.testing.assert_close(
-            leaf.grad.double(), exact(rows.flatten(), dy.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8,
-            atol=1e-4)
+    for leaf, indices in ((weight, tokens), (position_weight, positions.expand(batch, length))):
+        expected = exact(indices.flatten(), dy.flatten(0, 1), len(leaf))
+        torch.testing.assert_close(leaf.grad.double(), expected, rtol=1.01 * 2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("of, bad, rows", [
@@ -115,13 +114,15 @@ def test_token_or_position_outside_its_table(bad, rows, of):
         positions = torch.randint(0, 50, (2, 50), device=DEVICE)
         positions[:rows, 2 - rows:] = bad
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
-    known = tokens.ne(bad) & positions.ne(bad)
-    assert x[~known].isnan().all() and not known.all()
-    expected = weight[tokens.where(known, 0)] + position_weight[positions.expand(2, 50).where(known, 0)]
-    assert torch.equal(x[known], expected[known])
+    positions = positions.expand(2, 50)
+    is_inside = tokens.ne(bad) & positions.ne(bad)
+    assert not is_inside.all()
+    assert x[~is_inside].isnan().all()
+    expected = weight[tokens[is_inside]] + position_weight[positions[is_inside]]
+    assert torch.equal(x[is_inside], expected)
     dy = torch.randn_like(x)
     x.backward(dy)
-    for leaf, indices in ((weight, tokens), (position_weight, positions.expand(2, 50))):
+    for leaf, indices in ((weight, tokens), (position_weight, positions)):
         inside = (indices >= 0) & (indices < 50)
         torch.testing.assert_close(
             leaf.grad.double(), exact(indices[inside], dy[inside], 50), rtol=1e-5, atol=1e-5)

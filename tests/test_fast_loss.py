@@ -20,9 +20,10 @@ every_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smooth
 
 def make_inputs(rows, vocab_size, dtype=torch.bfloat16, size=3.0, ignored=0.3):
     logits = (size * torch.randn(rows, vocab_size, device=DEVICE)).to(dtype)
-    labels = torch.randint(vocab_size, (rows,)).where(torch.rand(rows) >= ignored, -100).to(DEVICE)
+    labels = torch.randint(vocab_size, (rows,))
+    labels[torch.rand(rows) < ignored] = -100
     labels[0], labels[-1] = 0, vocab_size - 1
-    return logits, labels
+    return logits, labels.to(DEVICE)
 
 
 def loss_and_gradient(logits, labels, factor=1.0, **options):
@@ -116,10 +117,11 @@ def test_ignored_rows(options):
     logits, labels = make_inputs(6, 300, torch.float32, ignored=0)
     labels[2], labels[4] = -100, -100
     logits[4, 7] = float("nan")  # the values of an ignored row do not matter
+    ignored, others = [2, 4], [0, 1, 3, 5]
     loss, gradient = loss_and_gradient(logits, labels, **options)
-    expected, _ = exact_loss_and_gradient(logits[[0, 1, 3, 5]], labels[[0, 1, 3, 5]], **options)
+    expected, _ = exact_loss_and_gradient(logits[others], labels[others], **options)
     assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
-    assert gradient[[2, 4]].eq(0).all() and gradient[[0, 1, 3, 5]].ne(0).all()
+    assert gradient[ignored].eq(0).all() and gradient[others].ne(0).all()
     loss, gradient = loss_and_gradient(logits, torch.full_like(labels, -100), **options)
     assert loss.item() == 0 and gradient.eq(0).all()  # as in TE; PyTorch divides by zero
 
@@ -128,7 +130,9 @@ def test_ignored_rows(options):
 def test_backward_runs_once(fp8):
     logits, labels = make_inputs(32, 96)
     leaf = logits.clone().requires_grad_()
-    quantization = fp8 and (torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE), fp8)
+    quantization = None
+    if fp8 is not None:
+        quantization = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE), fp8
     output = leaf * 1
     loss = cross_entropy(output, labels, quantization)
     square = output.square().sum()
@@ -212,15 +216,18 @@ def test_operations_are_registered():
 def test_more_than_2_to_the_31_logits():
     """43,008 tokens, vocabulary of 50,304: the first, middle and last rows equal those of float64."""
     needs_memory(16)
-    rows, vocab_size, places = 43008, 50304, (slice(0, 16), slice(21504, 21520), slice(-16, None))
+    rows, vocab_size = 43008, 50304
+    places = slice(0, 16), slice(21504, 21520), slice(-16, None)
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(vocab_size, (rows,), device="cuda")
     assert logits.numel() > 2**31
-    parts = zip(logits.detach().split(1024), labels.split(1024))
-    exact = sum(F.cross_entropy(part.float(), own, reduction="sum").double() for part, own in parts) / rows
-    expected = [
-        (logits.detach()[place].double().softmax(1) - F.one_hot(labels[place], vocab_size)) / rows
-        for place in places]
+    exact = 0.0
+    for part, of_part in zip(logits.detach().split(1024), labels.split(1024)):
+        exact += F.cross_entropy(part.float(), of_part, reduction="sum").double() / rows
+    expected = []  # gradients
+    for place in places:
+        softmax = logits.detach()[place].double().softmax(1)
+        expected.append((softmax - F.one_hot(labels[place], vocab_size)) / rows)
     scale, amax = torch.tensor(57344.0 * rows, device="cuda"), torch.zeros(1, device="cuda")
     received = []
     loss = cross_entropy(Head.apply(logits, received), labels, (scale, amax, torch.float8_e5m2))
@@ -246,11 +253,12 @@ def test_in_a_cuda_graph(fp8):
 
     def step():
         received = []
-        loss = cross_entropy(
-            Head.apply(inputs.requires_grad_(), received), labels, fp8 and (scale, amax, fp8))
+        logits = Head.apply(inputs.requires_grad_(), received)
+        loss = cross_entropy(logits, labels, None if fp8 is None else (scale, amax, fp8))
         loss.backward()
         gradient, = received
-        return loss.detach(), gradient.rowwise.float() if fp8 else gradient.clone()
+        gradient = gradient.clone() if fp8 is None else gradient.rowwise.float()
+        return loss.detach(), gradient
 
     graph, captured = capture(step)
     with torch.no_grad():

@@ -249,8 +249,8 @@ class TwoPredictions(FastGPT2Model):
 
     lists = True, True
 
-    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_dweight=None):
-        some = [tied_dweight if is_passed else None for is_passed in self.lists]
+    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_gradient=None):
+        some = [tied_gradient if is_passed else None for is_passed in self.lists]
         loss = super().output(stream, labels, is_first_microbatch, size, some[0])
         return loss + 0.5 * super().output(stream, labels.roll(-1, 1), is_first_microbatch, size, some[1])
 

@@ -16,14 +16,17 @@ SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, 1e-40, 1e-45, 3e38, 1.2e-38])
 
 def make_states(lengths, seed=0):
     """Make (scale, history) pairs with amaxes of all magnitudes, some of them special, some slots unused."""
-    generator, states = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    states = []
     for number, length in enumerate(lengths):
         slots = [1, 2, 3, 8, 9, 40][number % 6]
         history = torch.randn(length, slots, generator=generator).mul(8).exp2()
-        chosen = SPECIAL[torch.randint(len(SPECIAL), history.shape, generator=generator)]
-        rare = torch.rand(history.shape, generator=generator) < (0.3 if length < 20 else 2 / length)
-        history = torch.where(rare, chosen, history)
-        history[0, torch.rand(slots, generator=generator) < 0.2] = 0
+        special = SPECIAL[torch.randint(len(SPECIAL), history.shape, generator=generator)]
+        share = 0.3 if length < 20 else 2 / length
+        is_special = torch.rand(history.shape, generator=generator) < share
+        history = torch.where(is_special, special, history)
+        is_unused = torch.rand(slots, generator=generator) < 0.2
+        history[0, is_unused] = 0
         states.append([torch.rand(slots, generator=generator).to(DEVICE), history.to(DEVICE)])
     return states
 
@@ -57,20 +60,23 @@ def test_equals_te_reference_bit_for_bit(fp8_max, margin, algorithm):
             assert_same_bits(plain, expected)
             for (_, history), (_, copied) in zip(states, plain):
                 amax = torch.rand(history.shape[1], device=DEVICE)
-                history[0], copied[0] = amax, amax
+                history[0] = amax
+                copied[0] = amax
 
 
 def test_memory_that_is_used_again():
     """The table of addresses holds for tensors of other sizes at the same place, too."""
     memory = torch.zeros(4096, device=DEVICE)
     for length, slots in ((16, 8), (8, 16), (16, 8), (31, 4)):
-        scale, history = memory[:slots].fill_(1), memory[64:64 + length * slots].view(length, slots)
+        end = 64 + length * slots
+        scale = memory[:slots].fill_(1)
+        history = memory[64:end].view(length, slots)
         history.copy_(torch.rand(length, slots))
         expected = list(rolled_by_reference([(scale, history)], 448.0, 0, "max"))
         before = memory.clone()
         scales.update([(scale, history)], 448.0)
         assert_same_bits([(scale, history)], expected)
-        assert torch.equal(memory[64 + length * slots:], before[64 + length * slots:])
+        assert torch.equal(memory[end:], before[end:])
 
 
 def test_operation_is_registered():
