@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from nanote import checkpoint, chunked_loss, models
+from nanote import checkpoint, chunked_loss, models, trained_model
 from nanote.config import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
@@ -49,9 +49,9 @@ def load_model(options, device):
     """Return the model of a checkpoint, with FP8 off, its tokenizer, and whether it trains packed."""
     folder = checkpoint.find(options.run)
     meta = checkpoint.read_meta(folder)
-    tokenizer = models.load_tokenizer(meta, options.tokenizer)
+    tokenizer = trained_model.load_tokenizer(meta, options.tokenizer)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = models.load_run(folder, meta, options.model, device, dtype)
+    model = trained_model.load_run(folder, meta, options.model, device, dtype)
     return model, tokenizer, bool(meta["config"].get("pack_documents"))
 
 

@@ -30,11 +30,13 @@ from pathlib import Path
 import torch
 
 from nanote import checkpoint, logs, models, parallel, recipes, transfer
-from nanote.config import TrainConfig, in_a_line, read_options, run_command
+from nanote.config import TrainConfig, in_a_line, run_command
 from nanote.ddp import distribute, make_gradients
 from nanote.fp8_state import FP8State
 from nanote.models import takes_argument
 from nanote.optimizers import make_optimizer
+from nanote.options import read_options
+from nanote.own_model import check_first_pass, is_file
 from nanote.tokens import Loader
 
 
@@ -65,13 +67,13 @@ def main(config: TrainConfig) -> None:
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
-    if models.is_file(config.model):
-        models.check_first_pass(model, loader.batches(1)[0])
+    if is_file(config.model):
+        check_first_pass(model, loader.batches(1)[0])
     if config.compile:
         if ranks.rank == 0:
             print("compiling, usually 30 to 70 s", flush=True)
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-        models.check_first_pass(model, loader.batches(1)[0])
+        check_first_pass(model, loader.batches(1)[0])
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:
         checkpoint.load(source, model, optimizer)
@@ -339,7 +341,7 @@ def summarize(folder: str, step: int, max_steps: int, model: str, fp8_recipe: st
     if saved is None:
         print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
         return
-    own_model = f" --model {shlex.quote(model)}" if models.is_file(model) else ""
+    own_model = f" --model {shlex.quote(model)}" if is_file(model) else ""
     own_recipe = f" --fp8-recipe {fp8_recipe}" if fp8_recipe.startswith("custom:") else ""
     command = f"{parallel.launcher()} train.py --resume --out-dir {place}{own_model}{own_recipe}"
     if step < max_steps:

@@ -19,7 +19,8 @@ from bench.plain_gpt import make_plain
 from bench.step import Step, arm_config, free, make_batches
 from nanote import recipes
 from nanote.config import in_a_line
-from nanote.models import flops_per_token, make_model_config, peak_flops
+from nanote.logs import flops_per_token, peak_flops
+from nanote.models import make_model_config
 
 TURNS = 5  # in which the timed steps of an arm and of its baseline alternate
 WARMUP = 10  # steps before anything is timed

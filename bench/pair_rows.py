@@ -100,19 +100,19 @@ class Refused:
 def refused_pairs() -> list[Refused]:
     """Return all refused pairs: those of nanote/config.py, and the options that each model file lacks."""
     pairs = []
-    for *conditions, reason in config.REFUSED:
-        values = [[(name, value) for value in examples(name, some)] for name, some in conditions]
-        pairs += [Refused(options, reason) for options in itertools.product(*values)]
+    for refusal in config.REFUSED:
+        values = [[(setting.option, value) for value in examples(setting)] for setting in refusal.settings]
+        pairs += [Refused(options, refusal.reason) for options in itertools.product(*values)]
     return pairs + [Refused((("model", model), option), "the model file has no such option")
                     for model in ("fast", "advanced", "fused", "custom", "te")
                     for option in lacked_options(model)]
 
 
-def examples(option: str, values) -> tuple:
-    """Return values of an option for an entry of REFUSED."""
-    if values is config.ON:
-        return (EXAMPLES.get(option, switched_on(option)),)
-    return tuple("custom:my_recipe.quantizer_for" if value == "custom" else value for value in values)
+def examples(setting: config.Setting) -> tuple:
+    """Return values of an option with which a setting of REFUSED applies."""
+    if not setting.values:
+        return (EXAMPLES.get(setting.option, switched_on(setting.option)),)
+    return tuple("custom:my_recipe.quantizer_for" if value == "custom" else value for value in setting.values)
 
 
 def switched_on(option: str):
@@ -124,11 +124,15 @@ def lacked_options(model: str):
     from nanote import models
     model_class, config_class = models.model_classes(model)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    listed = {other for (one, values), (other, _), *_ in config.REFUSED if one == "model" and model in values}
+    listed = set()
+    for refusal in config.REFUSED:
+        first, second, *_ = refusal.settings
+        if first.option == "model" and model in first.values:
+            listed.add(second.option)
     if not models.takes_argument(model_class, "cu_seqlens"):
         yield "pack_documents", True
-    for option in models.OPTIONS:
-        if option not in fields and option not in listed:  # else the entry of REFUSED has a better reason
+    for option in models.MODEL_OPTIONS:
+        if option not in fields and option not in listed:  # else the row of REFUSED has a better reason
             yield option, EXAMPLES.get(option, switched_on(option))
 
 
@@ -238,14 +242,6 @@ def rows_of(part: str) -> list[tuple]:
 
 # ---------------------------------------------------------------- a row as a command
 
-def typed(name: str, value) -> list[str]:
-    """Return an option as it is typed."""
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{name.replace('_', '-')}"]
-    return [flag, str(value)]
-
-
 def arguments_of(row: dict, place: str, corpora: str, layers: int) -> list[str]:
     """Return train.py's arguments for a row, without the values that the preset has."""
     ranks, (steps, size) = 1 if row["layout"] == "one process" else 2, PLACES[place]
@@ -256,7 +252,7 @@ def arguments_of(row: dict, place: str, corpora: str, layers: int) -> list[str]:
         if name in ("preset", "NANOTE_ENGINE") or name == "use_rotary" and is_plain_gpt:
             continue
         if value != defaults[name]:
-            arguments += typed(name, value)
+            arguments += config.as_typed(name, value).split()
     corpus = "answers" if row["data"] == "answers only" else "documents"
     return [*arguments, *size.split(), *TRAINING.split(), "--n-layer", str(layers), "--max-steps", str(steps),
             "--eval-interval", str(steps - 1), "--checkpoint-interval", str(steps - 1),
@@ -299,7 +295,8 @@ def make_corpora(folder: str) -> None:
 
 def refused_arguments(refused: Refused, corpora: str) -> list[str]:
     """Return train.py's arguments that try a refused pair, with defaults otherwise; one step if it trains."""
-    options = [typed(name, value) for name, value in refused.options if name != "NANOTE_ENGINE"]
+    options = [config.as_typed(name, value).split() for name, value in refused.options
+               if name != "NANOTE_ENGINE"]
     once = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"
     rest = f"{PLACES['cpu'][1]} {once} --data {corpora}/documents"
     return [*itertools.chain(*options), *rest.split()]

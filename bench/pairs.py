@@ -58,7 +58,6 @@ from bench.pair_rows import (  # noqa: E402
     refused_command,
     refused_pairs,
     rows_of,
-    typed,
     wanted_pairs,
 )
 from bench.pair_runs import Worker, divided, results_of  # noqa: E402
@@ -91,7 +90,8 @@ def try_refused(refused: Refused, corpora: str) -> str:
         os.environ.pop("NANOTE_ENGINE", None)
         os.environ |= {"NANOTE_ENGINE": before} if before else {}
     line = error.buffer.getvalue().decode().strip()
-    names = [name if name == "NANOTE_ENGINE" else typed(name, value)[0] for name, value in refused.options]
+    names = [name if name == "NANOTE_ENGINE" else config.as_typed(name, value).split()[0]
+             for name, value in refused.options]
     if code != 2 or "\n" in line or not all(name in line for name in names) or os.path.exists(run):
         shutil.rmtree(run, ignore_errors=True)
         return f"code {code}, and must be 2; one line must name {' and '.join(names)}: {line}"
@@ -261,7 +261,7 @@ def describe(options) -> str:
     """Return options as they are typed, or what stands for them."""
     return " with ".join(f"{name} {value}" if name in ("layout", "data") else
                          f"{name}={value or 'unset'}" if name == "NANOTE_ENGINE" else
-                         " ".join(typed(name, value)) for name, value in options)
+                         config.as_typed(name, value) for name, value in options)
 
 
 # ---------------------------------------------------------------- the page
@@ -291,27 +291,27 @@ def page() -> str:
     """Return the text of guide/pairs.md."""
     from bench.report import markdown
     lines = []
-    for *conditions, reason in config.REFUSED:
-        *others, last = [shown(name, values) for name, values in conditions]
-        lines.append([" with ".join(others), last, reason])
+    for refusal in config.REFUSED:
+        *others, last = [shown(setting) for setting in refusal.settings]
+        lines.append([" with ".join(others), last, refusal.reason])
     models_without = {}  # {options: models}
     for model in ("advanced", "fused", "custom", "te"):
-        names = ", ".join(f"`{typed(name, True)[0]}`" for name, _ in lacked_options(model))
+        names = ", ".join(f"`{config.flag(name)}`" for name, _ in lacked_options(model))
         models_without.setdefault(names, []).append(f"`{model}`")
     lacked = [[", ".join(some), names] for names, some in models_without.items()]
-    trained = [f"`{typed(name, True)[0]}`" if name not in ("layout", "data") else name for name in PARAMETERS]
+    trained = [f"`{config.flag(name)}`" if name not in ("layout", "data") else name for name in PARAMETERS]
     tables = dict(options=", ".join(trained), refused=markdown(("option", "not with", "why"), lines, left=3),
                   lacked=markdown(("`--model`", "has no"), lacked, left=2))
     return PAGE_TEXT.format(**tables)
 
 
-def shown(name: str, values) -> str:
-    """Return an entry of REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
-    flag = name if name == "NANOTE_ENGINE" else f"--{name.replace('_', '-')}"
-    if values is config.ON:
-        return f"`{flag}`"
-    first, *rest = values
-    return ", ".join([f"`{flag}{'=' if name == 'NANOTE_ENGINE' else ' '}{first}`", *(f"`{v}`" for v in rest)])
+def shown(setting: config.Setting) -> str:
+    """Return a setting of REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
+    if not setting.values:
+        return f"`{config.flag(setting.option)}`"
+    first, *rest = setting.values
+    texts = [config.as_typed(setting.option, first), *rest]
+    return ", ".join(f"`{text}`" for text in texts)
 
 
 # ---------------------------------------------------------------- the command

@@ -19,6 +19,7 @@ import torch
 from torch.utils import collect_env
 
 from nanote import recipes
+from nanote.engine import TE_VERSION
 
 PRINTED = {  # field of a row -> its text on the screen
     "ms": "{:8.2f} ms",
@@ -131,7 +132,7 @@ class Rows(list):
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
             "torch": torch.__version__,
-            "te": "te_reference" if recipes.IS_REFERENCE else recipes.TE_VERSION,
+            "te": "te_reference" if recipes.IS_REFERENCE else TE_VERSION,
             "date": datetime.date.today().isoformat(),
             "command": command_line(program, argv),
             "commit": commit(),

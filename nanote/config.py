@@ -1,22 +1,18 @@
-"""Options: TrainConfig, presets, the command line of every script, and errors in one line.
+"""Options: TrainConfig, presets, the rules that they keep; the command line of every script, and its errors.
 
-The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
-ones. So tyro checks all of them alike, and the last value of an option wins.
+options.py fills a TrainConfig from the command line, a file, a checkpoint and a preset.
 """
 import contextlib
-import json
 import os
-import re
 import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import tyro
-import yaml
 
 # Sources: Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (lr); JackFram/llama-160m; Llama 3.
 GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # 0.5 M tokens per step
@@ -133,20 +129,21 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError for a number out of range, and for options that exclude each other."""
-        for rule, (is_kept, names) in RANGES.items():
-            for name in names.split():
+        for limit in RANGES:
+            for name in limit.options:
                 value = getattr(self, name)
-                if value is not None and not is_kept(value):
-                    raise ValueError(f"{_flag(name)} {value}: must be {rule}")
+                if value is not None and not limit.is_kept(value):
+                    raise ValueError(f"{flag(name)} {value}: must be {limit.rule}")
         self.check_together(os.environ.get("NANOTE_ENGINE"))  # None: recipes.make knows the engine
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
 
     def check_together(self, engine: str | None) -> None:
         """Raise ValueError for options that do not go together, or not with this engine."""
-        if refusal := find_refusal(vars(self) | {"NANOTE_ENGINE": engine}):
-            one, others, reason = refusal
-            raise ValueError(f"{one}: does not go with {others}: {reason}; leave one of them out")
+        options = vars(self) | {"NANOTE_ENGINE": engine}
+        if refusal := find_refusal(options):
+            raise ValueError(f"{refusal.first(options)}: does not go with {refusal.others(options)}: "
+                             f"{refusal.reason}; leave one of them out")
 
     def is_graphable(self, has_fp8_gpu: bool) -> bool:
         """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
@@ -156,111 +153,183 @@ class TrainConfig:
         return has_fp8_gpu and self.cuda_graph != "off" and not is_refused
 
 
-# These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
-ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
-    activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon
-    optimizer""".split()
-RANGES = {  # {rule: (whether a value keeps it, options)}
-    "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
-    "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-        "keep_checkpoints n_positions vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner "
-        "loss_chunks fp8_amax_history_len"),
-    "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
-                  "weight_decay grad_clip fp8_skip_first fp8_skip_last fp8_margin"),
-    "above 0": (lambda v: v > 0, "lr rope_theta"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
-    "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
-}
-ON = True  # in REFUSED: any value that turns the option on
-SHARDED, WITHOUT_GRAPH, FAST = ("parallel", ("fsdp", "hsdp")), ("cuda_graph", ("on",)), ("model", ("fast",))
-WITHOUT_FP8, MUON = ("fp8_recipe", ("none",)), ("optimizer", ("muon",))
-NOT_DELAYED = ("fp8_recipe", ("current", "block", "mxfp8", "nvfp4", "custom"))
-# Options that do not go together, as (option, values), and why. The environment variable NANOTE_ENGINE counts
-# as an option. What a model file lacks has no entry here: its config has no such field.
+
+
+@dataclass(frozen=True)
+class Range:
+    """A rule that the numbers of some options keep."""
+
+    rule: str  # as in "--lr 0: must be above 0"
+    is_kept: Callable[[float], bool]
+    options: list[str]
+
+
+RANGES = (
+    Range("a number that float32 can hold", lambda value: abs(value) < 2.0**128,
+          ["rope_theta", "lr", "weight_decay", "grad_clip"]),
+    Range("at least 1", lambda value: value >= 1, """
+          max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval keep_checkpoints n_positions
+          vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner loss_chunks
+          fp8_amax_history_len""".split()),
+    Range("0 or more", lambda value: value >= 0, """
+          warmup_steps eval_interval checkpoint_interval fp8_health_interval seed weight_decay grad_clip
+          fp8_skip_first fp8_skip_last fp8_margin""".split()),
+    Range("above 0", lambda value: value > 0, ["lr", "rope_theta"]),
+    Range("from 0 to 1", lambda value: 0 <= value <= 1, ["layernorm_epsilon"]),
+    Range("at least 0 and below 1", lambda value: 0 <= value < 1, ["dropout", "attn_dropout"]),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option that is turned on or, with `values`, that has one of them."""
+
+    option: str  # of TrainConfig, or the environment variable NANOTE_ENGINE
+    values: tuple[str, ...] = ()
+
+    def applies(self, options: dict) -> bool:
+        value = options.get(self.option)
+        if not self.values:
+            return bool(value)
+        name, _, _ = str(value).partition(":")  # "custom" of custom:module.function
+        return name in self.values
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Settings that do not go together, and why."""
+
+    settings: tuple[Setting, ...]
+    reason: str
+
+    def applies(self, options: dict) -> bool:
+        return all(setting.applies(options) for setting in self.settings)
+
+    def first(self, options: dict) -> str:
+        """Return the first setting as it is typed: "--parallel fsdp"."""
+        name = self.settings[0].option
+        return as_typed(name, options[name])
+
+    def others(self, options: dict) -> str:
+        """Return the settings after the first as they are typed: "--compile and --fp8-recipe delayed"."""
+        names = [setting.option for setting in self.settings[1:]]
+        return " and ".join(as_typed(name, options[name]) for name in names)
+
+
+SHARDED = Setting("parallel", ("fsdp", "hsdp"))
+COMPILED = Setting("compile")
+MUON = Setting("optimizer", ("muon",))
+ATTENTION_DROPOUT = Setting("attn_dropout")
+FLOAT32 = Setting("dtype", ("float32",))
+WITH_GRAPH = Setting("cuda_graph", ("on",))
+WITHOUT_FP8 = Setting("fp8_recipe", ("none",))
+DELAYED = Setting("fp8_recipe", ("delayed",))
+NOT_DELAYED = Setting("fp8_recipe", ("current", "block", "mxfp8", "nvfp4", "custom"))
+FP8_HEALTH = Setting("fp8_health_interval")
+FAST_MODEL = Setting("model", ("fast",))
+ON_TE = Setting("NANOTE_ENGINE", ("te",))
+ON_FAST_KERNELS = Setting("NANOTE_ENGINE", ("fast",))
+ON_REFERENCE = Setting("NANOTE_ENGINE", ("reference",))
+# What a model file lacks has no row here: its config has no such field.
 REFUSED = (
-    (SHARDED, ("compile", ON), "not tested with sharded weights"),
-    (SHARDED, MUON, "Muon needs whole matrices"),
-    (WITHOUT_FP8, ("fp8_health_interval", ON), "there is no FP8"),
-    (("compile", ON), ("fp8_health_interval", ON), "compiled code runs no hooks"),
-    (WITHOUT_GRAPH, ("compile", ON), "--compile-mode reduce-overhead captures its own graphs"),
-    (WITHOUT_GRAPH, ("gradient_checkpointing", ON), "recomputation reads random states on the host"),
-    (WITHOUT_GRAPH, ("attn_dropout", ON), "each replay would repeat the dropout mask"),
-    (FAST, ("NANOTE_ENGINE", ("te", "reference")), "model_te_fast runs on fast_kernels only"),
-    (FAST, NOT_DELAYED, "model_te_fast has delayed scaling only"),
-    (FAST, ("dtype", ("float32",)), "weights of model_te_fast are BF16"),
-    (FAST, ("compile", ON), "model_te_fast runs uncompiled, fastest in CUDA graphs"),
-    (FAST, ("attn_dropout", ON), "the attention of model_te_fast has no dropout"),
-    (FAST, ("fp8_health_interval", ON), "fused modules of model_te_fast cannot be measured"),
-    (FAST, ("attention", ("sdpa", "te", "flash")), "model_te_fast has one attention kernel"),
-    (("NANOTE_ENGINE", ("fast",)), NOT_DELAYED, "fast_kernels has delayed scaling only"),
-    (("NANOTE_ENGINE", ("fast",)), ("dtype", ("float32",)), ("fp8_recipe", ("delayed",)),
-     "FP8 GEMMs of fast_kernels take BF16 weights"),
-    (("NANOTE_ENGINE", ("reference",)), ("fp8_recipe", ("nvfp4", "custom")), "only TE has this recipe"),
-    (("NANOTE_ENGINE", ("te",)), ("compile", ON), ("fp8_recipe", ("delayed",)),
-     "TE does not support delayed scaling under torch.compile; NANOTE_ENGINE=fast (Hopper) does"),
+    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
+    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
+    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
+    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+    Refusal((WITH_GRAPH, COMPILED), "--compile-mode reduce-overhead captures its own graphs"),
+    Refusal((WITH_GRAPH, Setting("gradient_checkpointing")), "recomputation reads random states on the host"),
+    Refusal((WITH_GRAPH, ATTENTION_DROPOUT), "each replay would repeat the dropout mask"),
+    Refusal((FAST_MODEL, Setting("NANOTE_ENGINE", ("te", "reference"))),
+            "model_te_fast runs on fast_kernels only"),
+    Refusal((FAST_MODEL, NOT_DELAYED), "model_te_fast has delayed scaling only"),
+    Refusal((FAST_MODEL, FLOAT32), "weights of model_te_fast are BF16"),
+    Refusal((FAST_MODEL, COMPILED), "model_te_fast runs uncompiled, fastest in CUDA graphs"),
+    Refusal((FAST_MODEL, ATTENTION_DROPOUT), "the attention of model_te_fast has no dropout"),
+    Refusal((FAST_MODEL, FP8_HEALTH), "fused modules of model_te_fast cannot be measured"),
+    Refusal((FAST_MODEL, Setting("attention", ("sdpa", "te", "flash"))),
+            "model_te_fast has one attention kernel"),
+    Refusal((ON_FAST_KERNELS, NOT_DELAYED), "fast_kernels has delayed scaling only"),
+    Refusal((ON_FAST_KERNELS, FLOAT32, DELAYED), "FP8 GEMMs of fast_kernels take BF16 weights"),
+    Refusal((ON_REFERENCE, Setting("fp8_recipe", ("nvfp4", "custom"))), "only TE has this recipe"),
+    Refusal((ON_TE, COMPILED, DELAYED), "TE does not support delayed scaling under torch.compile; "
+                                        "NANOTE_ENGINE=fast (Hopper) does"),
 )
-OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
-GONE = dict(  # options of earlier versions, with their defaults
-    checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
-    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
-    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
-    gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
-    betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True,
-    fp8_param=False, offload_activations=0)
-
-# (options, another one, whether they have no effect with it). What a model lacks is refused in models.py.
-WITHOUT_EFFECT = (
-    ("fp8_amax_history_len fp8_amax_compute_algo fp8_margin", "fp8_recipe",
-     lambda config: config.fp8_recipe != "delayed"),
-    ("fp8_format", "fp8_recipe",
-     lambda config: config.fp8_recipe.partition(":")[0] in ("none", "nvfp4", "custom")),
-    ("fp8_lm_head fp8_skip_first fp8_skip_last", "fp8_recipe", lambda config: config.fp8_recipe == "none"),
-    ("rope_theta", "use_rotary", lambda config: not config.use_rotary and ".py:" not in config.model),
-    ("param_remainders", "dtype", lambda config: config.dtype == "float32"),
-    ("eval_tokens", "eval_interval", lambda config: config.eval_interval == 0 and not config.eval_only),
-    ("keep_checkpoints", "checkpoint_interval", lambda config: config.checkpoint_interval == 0),
-    ("fp8_health_interval", "max_steps", lambda config: config.fp8_health_interval > config.max_steps),
-    ("""dropout attn_dropout gradient_checkpointing max_steps grad_accum lr lr_schedule warmup_steps optimizer
-     weight_decay grad_clip seed moment_dtype param_remainders cuda_graph eval_interval checkpoint_interval
-     keep_checkpoints log_interval wandb fp8_health_interval profile""", "eval_only",
-     lambda config: config.eval_only),
-)
-ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
 
 
-def find_refusal(options: dict, option: str | None = None) -> tuple[str, str, str] | None:
-    """Return the first entry of REFUSED whose options all apply, as they are typed: (one, the others, why).
-    `option`: only entries that begin with it."""
-    for *conditions, reason in REFUSED:
-        if option in (None, conditions[0][0]) and all(_applies(options, *some) for some in conditions):
-            one, *others = [_typed(name, options[name]) for name, _ in conditions]
-            return one, " and ".join(others), reason
+def find_refusal(options: dict, option: str | None = None) -> Refusal | None:
+    """Return the first row of REFUSED that applies. `option`: only rows whose first setting is of it."""
+    for refusal in REFUSED:
+        if option is not None and refusal.settings[0].option != option:
+            continue
+        if refusal.applies(options):
+            return refusal
     return None
 
 
-def _applies(options: dict, name: str, values) -> bool:
-    value = options.get(name)
-    return bool(value) if values is ON else str(value).partition(":")[0] in values  # custom:module.function
 
 
-def _typed(name: str, value) -> str:
-    """Return an option as it is typed: "--compile", "--parallel fsdp", "NANOTE_ENGINE=te"."""
+@dataclass(frozen=True)
+class Ineffective:
+    """Options that have no effect with another one. What a model lacks is refused in models.py."""
+
+    options: list[str]
+    other: str
+    applies: Callable[[TrainConfig], bool]
+
+
+WITHOUT_EFFECT = (
+    Ineffective(["fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"], "fp8_recipe",
+                lambda config: config.fp8_recipe != "delayed"),
+    Ineffective(["fp8_format"], "fp8_recipe",
+                lambda config: config.fp8_recipe.startswith(("none", "nvfp4", "custom:"))),
+    Ineffective(["fp8_lm_head", "fp8_skip_first", "fp8_skip_last"], "fp8_recipe",
+                lambda config: config.fp8_recipe == "none"),
+    Ineffective(["rope_theta"], "use_rotary",
+                lambda config: not config.use_rotary and ".py:" not in config.model),
+    Ineffective(["param_remainders"], "dtype", lambda config: config.dtype == "float32"),
+    Ineffective(["eval_tokens"], "eval_interval",
+                lambda config: config.eval_interval == 0 and not config.eval_only),
+    Ineffective(["keep_checkpoints"], "checkpoint_interval",
+                lambda config: config.checkpoint_interval == 0),
+    Ineffective(["fp8_health_interval"], "max_steps",
+                lambda config: config.fp8_health_interval > config.max_steps),
+    Ineffective("""
+        dropout attn_dropout gradient_checkpointing max_steps grad_accum lr lr_schedule warmup_steps optimizer
+        weight_decay grad_clip seed moment_dtype param_remainders cuda_graph eval_interval checkpoint_interval
+        keep_checkpoints log_interval wandb fp8_health_interval profile""".split(),
+        "eval_only", lambda config: config.eval_only),
+)
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option: "--grad-accum" of "grad_accum"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def as_typed(name: str, value) -> str:
+    """Return an option as it is typed: "--compile", "--no-bias", "--parallel fsdp", "NANOTE_ENGINE=te"."""
     if name == "NANOTE_ENGINE":
         return f"{name}={value}"
-    return _flag(name) if value is True else f"{_flag(name)} {value}"
+    if value is True:
+        return flag(name)
+    if value is False:
+        return flag(f"no_{name}")
+    return f"{flag(name)} {value}"
 
 
-def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
+# ---------------------------------------------------------------- the command line of every script
+
+def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP):
     """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
     with _terminal_of(40):  # columns; in one of 5 tyro does not finish --help
-        return tyro.cli(
-            config_class, args=argv, prog=prog, description=description, default=default, **options)
+        return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default)
 
 
 @contextlib.contextmanager
 def _terminal_of(columns: int):
     """Let shutil.get_terminal_size, which tyro asks, return at least this many columns."""
-    before, width = os.environ.get("COLUMNS"), shutil.get_terminal_size().columns
+    before = os.environ.get("COLUMNS")
+    width = shutil.get_terminal_size().columns
     os.environ["COLUMNS"] = str(max(columns, width))
     try:
         yield
@@ -274,9 +343,10 @@ def require_at_least(least: int, options, *names: str) -> None:
     """Raise ValueError for an option, or one of its values, that is below `least`; None is no value."""
     for name in names:
         value = getattr(options, name)
-        for number in value if isinstance(value, tuple | list) else [value]:
+        numbers = value if isinstance(value, tuple | list) else [value]
+        for number in numbers:
             if number is not None and number < least:
-                raise ValueError(f"{_flag(name)} {number}: must be at least {least}")
+                raise ValueError(f"{flag(name)} {number}: must be at least {least}")
 
 
 def run_command(main, prog: str) -> int:
@@ -286,31 +356,37 @@ def run_command(main, prog: str) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with contextlib.redirect_stdout(NamedStream(sys.stdout, "stdout")):
-            code, message = main() or 0, ""
-    except BrokenPipeError:  # nobody reads stdout, as in `| head`
-        code, message = 141, ""
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
-        code, message = 2, f"{prog}: {in_a_line(error)}\n"
-    except KeyboardInterrupt as stop:
-        code, message = 130, f"{prog}: {str(stop) or 'interrupted'}\n"
+    code, message = _call(main)
     try:
         sys.stdout.flush()
     except OSError as error:  # nobody reads it, or the disk is full
         if code == 0 and not isinstance(error, BrokenPipeError):
-            message = f"{prog}: stdout: {in_a_line(error)}\n"
+            message = f"stdout: {in_a_line(error)}"
         code = code or 1
         silence(sys.stdout)
     try:
-        sys.stderr.write(message)
+        if message:
+            sys.stderr.write(f"{prog}: {message}\n")
         sys.stderr.flush()
     except OSError:
         code = code or 1
         silence(sys.stderr)
     return code
+
+
+def _call(main) -> tuple[int, str]:
+    """Call `main()`; return the exit code, and the line about its failure, or ""."""
+    try:
+        with contextlib.redirect_stdout(NamedStream(sys.stdout, "stdout")):
+            return main() or 0, ""
+    except BrokenPipeError:  # nobody reads stdout, as in `| head`
+        return 141, ""
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
+        return 2, in_a_line(error)
+    except KeyboardInterrupt as stop:
+        return 130, str(stop) or "interrupted"
 
 
 def silence(stream) -> None:
@@ -349,169 +425,3 @@ def in_a_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
-    """Parse train.py's command line over the options of --config, of the checkpoint, and of the preset.
-    `restarted`: folder of the run whose processes torchrun has started again."""
-    def glance(arguments) -> TrainConfig:  # at what decides which defaults the others have
-        return parse(TrainConfig, arguments, "train.py", add_help=False, return_unknown_args=True)[0]
-
-    typed = list(sys.argv[1:] if argv is None else argv)
-    if restarted:
-        has_checkpoint = any(Path(restarted).glob("step-*"))
-        typed += [f"--out-dir={restarted}", "--resume" if has_checkpoint else "--no-resume"]
-    file, arguments, names = glance(typed).config, typed, _option_names(typed)
-    if file:
-        in_file, is_of_run = _read_file(file)
-        arguments = [*_as_arguments(in_file), *typed]
-        names |= set() if is_of_run else _option_names(_as_arguments(in_file))
-    early, folder = glance(arguments), None
-    if early.resume or early.eval_only:
-        if glance(typed).init_from and not restarted:
-            raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
-        folder, meta = _checkpoint_to_continue(early.out_dir, early.preset, early.eval_only)
-        saved = _options_of_run(meta["config"], folder)
-        arguments = [*_as_arguments(saved), *arguments]
-    default = TrainConfig(**PRESETS[glance(arguments).preset])
-    config = parse(TrainConfig, arguments, "train.py", default=default)
-    config.typed = frozenset(names)
-    for name in ("model", "fp8_recipe"):
-        value = getattr(config, name)
-        if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
-            raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
-                             f"checkpoint; pass {_flag(name)} {value} on the command line")
-    config.check()
-    _print_without_effect(config)
-    if folder:
-        _check_resume(vars(config), saved, folder, meta["step"])
-        config.out_dir = str(folder if config.eval_only else folder.parent)
-    elif config.init_from and Path(config.init_from, "tokenizer.json").is_file():
-        from nanote.transfer import check_tokenizer  # imports PyTorch
-        check_tokenizer(config.init_from, config.data)
-    return config
-
-
-def _print_without_effect(config: TrainConfig) -> None:
-    """Print a line about typed options that have no effect with another one."""
-    for names, other, has_no_effect in WITHOUT_EFFECT:
-        asked = [_as_typed(config, name) for name in names.split()
-                 if name in config.typed and getattr(config, name) not in ASKS_NOTHING]
-        if asked and has_no_effect(config) and os.environ.get("RANK", "0") == "0":
-            print(f"{', '.join(asked)}: no effect with {_as_typed(config, other)}", flush=True)
-
-
-def _as_typed(config: TrainConfig, name: str) -> str:
-    """Return an option as on the command line: "--lr 0.1", "--no-compile"."""
-    return " ".join(_as_arguments({name: getattr(config, name)})).replace("=", " ", 1)
-
-
-BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)  # for a boolean in YAML
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _as_arguments(options: dict):
-    """Yield "--lr=0.1" and "--use-rotary" for {"lr": 0.1, "use_rotary": True}."""
-    for name, value in options.items():
-        if name == "set":  # a list, or a list of lists as a run stores it
-            lists = ([some] if isinstance(some, str) else some for some in value)
-            yield from (_flag(name), *(text for some in lists for text in some))
-        elif isinstance(value, bool):
-            yield _flag(name if value else f"no_{name}")
-        else:
-            yield f"{_flag(name)}={value}"
-
-
-def _option_names(arguments) -> set[str]:
-    """Return the options among arguments: {"lr", "bias"} for ["--lr=0.1", "--no-bias"]."""
-    known = {field.name for field in fields(TrainConfig)}
-    words = [word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
-    return {word if word in known else word.removeprefix("no_") for word in words} & known
-
-
-class YamlLoader(yaml.SafeLoader):
-    """A YAML loader that reads plain scalars as JSON does, and what JSON has not as text: 1e-3 is a number,
-    but 10:12, 010, yes, on, off and 2026-01-01 are text, of which YAML 1.1 makes 612, 8, booleans and a
-    date."""
-    yaml_implicit_resolvers = {}
-
-
-for tag, pattern, first in (
-        ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"), ("null", "|~|null|Null|NULL", ["", *"~nN"]),
-        ("int", "[-+]?(0|[1-9][0-9]*)", "-+0123456789"), ("merge", "<<", "<"),
-        ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789")):
-    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), first)
-
-
-def _read_file(path: str) -> tuple[dict, bool]:
-    """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
-    try:
-        content = Path(path).read_text()
-        options, texts = yaml.load(content, YamlLoader), yaml.load(content, yaml.BaseLoader)
-    except (ValueError, yaml.YAMLError) as error:  # JSON is YAML, too
-        raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
-    if "set" in options:
-        options["set"] = _texts_of_set(path, options["set"])
-    if options.pop("command", None) is None:
-        return {str(name): _as_option(str(name), value, texts.get(str(name)))
-                for name, value in options.items()}, False
-    of_0_1 = options.get("config")  # version 0.1 has them there; now it is the name of a file
-    return _options_of_run(of_0_1 if isinstance(of_0_1, dict) else options, path), True
-
-
-def _texts_of_set(path: str, value) -> list[str]:
-    """Return FIELD=VALUE of each field of --set in a file: {"window": 32}, "window=32", a list of such texts,
-    or a list of lists, as a run stores it."""
-    if isinstance(value, dict):
-        return [f"{field}={json.dumps(value[field])}" for field in value]
-    lists = value if isinstance(value, list) else [value]
-    texts = [text for some in lists for text in (some if isinstance(some, list) else [some])]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"--config {path}: set {json.dumps(value)}: must be fields with values, such as "
-                         "set: {window: 32}")
-    return texts
-
-
-def _as_option(name: str, value, text: str | None):
-    """Return the value of an option in a file: a boolean, or the `text` of the file, for tyro to read."""
-    is_boolean = {field.name: field.type for field in fields(TrainConfig)}.get(name.replace("-", "_")) is bool
-    if is_boolean and str(value).lower() in BOOLEANS:
-        return BOOLEANS[str(value).lower()]
-    return text if isinstance(value, int | float) and isinstance(text, str) else value
-
-
-def _options_of_run(options: dict, source) -> dict:
-    """Return the options that another start takes over. Print those that this version does not have."""
-    known = {field.name for field in fields(TrainConfig)}
-    gone = [f"{name} {value}" for name, value in options.items()
-            if name not in known and GONE.get(name) != value]
-    if gone:
-        print(f"{source}: left out, since this version has no such options: {', '.join(gone)}")
-    return {name: value for name, value in options.items() if name in known - OF_ONE_RUN}
-
-
-def _checkpoint_to_continue(out_dir: str | None, preset: str, eval_only: bool) -> tuple[Path, dict]:
-    """Return the checkpoint of --resume or --eval-only, and its meta.json."""
-    from nanote import checkpoint  # imports PyTorch, which --help need not wait for
-    runs = [*Path("out").glob(preset), *Path("out").glob(f"{preset}-[0-9]*")]
-    newest = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{preset}")
-    folder = checkpoint.find(out_dir or newest)
-    if folder != checkpoint.latest(folder.parent) and not eval_only:
-        raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; remove those")
-    return folder, checkpoint.read_meta(folder)
-
-
-def _check_resume(now: dict, saved: dict, folder: Path, step: int) -> None:
-    """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
-    for name in ARCHITECTURE:
-        value, before = now[name], saved.get(name, now[name])
-        is_file = ".py:" in str(value) and ".py:" in str(before)  # it may have moved
-        if value != before and not is_file and not {value, before} <= {"auto", "fast", "optimized"}:
-            raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
-    if now["max_steps"] < step and not now["eval_only"]:
-        raise ValueError(f"--max-steps {now['max_steps']}: {folder} has done {step} steps; pass {2 * step}")

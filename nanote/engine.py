@@ -2,8 +2,39 @@
 
 model_te_optimized.py decides which, because it also stands alone. Everything else imports the engine here.
 `te` is its module and ENGINE its name: te, fast or reference. `recipes` is the module of TE's recipe classes.
-The two functions write and read the FP8 state of a model.
+The two functions write and read the FP8 state of a model. ENGINES has the names of all engines.
 """
+from dataclasses import dataclass
+from importlib import import_module
+
 from model_te_optimized import ENGINE, DelayedScaling, Format, load_fp8_state, recipes, save_fp8_state, te
 
-__all__ = ["ENGINE", "DelayedScaling", "Format", "load_fp8_state", "recipes", "save_fp8_state", "te"]
+__all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "load_fp8_state", "of_module",
+           "recipes", "save_fp8_state", "te"]
+TE_VERSION = import_module("transformer_engine").__version__ if ENGINE == "te" else None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one engine is called."""
+
+    package: str  # of its modules
+    name: str  # in log lines
+    machine: str  # after the device in meta.json and in results/
+
+
+ENGINES = {  # by NANOTE_ENGINE
+    "te": Engine("transformer_engine", f"Transformer Engine {TE_VERSION or ''}".rstrip(),
+                 f"Transformer Engine {TE_VERSION}"),
+    "fast": Engine("fast_kernels", "fast_kernels", "FP8 by fast_kernels"),
+    "reference": Engine("te_reference", "te_reference, which emulates FP8", "FP8 emulated by te_reference"),
+}
+
+
+def of_module(name: str) -> str | None:
+    """Return the engine that a Python module belongs to: te, fast, reference or None."""
+    package, _, _ = name.partition(".")
+    for engine, names in ENGINES.items():
+        if names.package == package:
+            return engine
+    return None

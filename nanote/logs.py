@@ -14,16 +14,43 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import checkpoint, health, models, parallel
+from nanote import checkpoint, health, models, own_model, parallel
 from nanote.config import in_a_line
 
 MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
          "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
 
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets)
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+               "A100": 312, "L40S": 362, "L4": 121, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165}
+
 
 class Diverged(RuntimeError):
     """Too many losses or gradient norms are not finite; the run stops."""
+
+
+def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
+    """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
+    N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
+    layers, C = heads times head dimension, T = seq_len."""
+    if not getattr(model_config, "use_rotary", False):
+        parameters -= model_config.n_positions * model_config.n_embd
+    if not model_config.tie_embeddings:
+        parameters -= model_config.vocab_size * model_config.n_embd
+    head_dim = getattr(model_config, "head_dim", None) or model_config.n_embd // model_config.n_head
+    return 6 * parameters + 12 * model_config.n_layer * model_config.n_head * head_dim * seq_len
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, tflops in PEAK_TFLOPS.items():
+        if part in name:
+            return 1e12 * tflops
+    return None
 
 
 def val_record(val_loss: float, meta: dict) -> dict:
@@ -101,9 +128,9 @@ class Log:
     def start(self, model, reason: str) -> None:
         """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
         config, loader = self.config, self.loader
-        if loader.device.type == "cuda" and not models.is_file(config.model):
+        if loader.device.type == "cuda" and not own_model.is_file(config.model):
             size = sum(parameter.numel() for parameter in model.parameters())
-            self.flops = models.flops_per_token(model.config, size, config.seq_len)
+            self.flops = flops_per_token(model.config, size, config.seq_len)
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
         self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {device}, "
                  f"{models.describe_fp8(model, config)}; {models.describe(model)}")
@@ -198,7 +225,7 @@ class Log:
         mfu = peak_gib = None
         if self.loader.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
-            peak = models.peak_flops(self.loader.device)
+            peak = peak_flops(self.loader.device)
             mfu = tokens_per_s * self.flops / (peak * self.ranks.count) if peak and self.flops else None
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}

@@ -27,7 +27,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from nanote import models, recipes
+from nanote import engine, models, own_model, recipes
 from nanote.config import in_a_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,6 @@ ROWS = 2  # of 32 tokens; Triton's interpreter takes a second for each pass of 1
 FIRST_STEPS, MEASURED_STEPS = 4, 4  # a weight that starts at zero has a scale after its first steps
 FACTOR = 2  # an edit may have this times the gap of the unedited file; those of examples/edits have up to 1.4
 LOSS_GAP = 1e-3  # and this gap of the loss in any case: that of the unedited file is below 1e-4
-ENGINES = {"transformer_engine": "te", "fast_kernels": "fast", "te_reference": "reference"}  # NANOTE_ENGINE
 
 
 class Candidate(NamedTuple):
@@ -72,7 +71,7 @@ def check_model(name):
         reason = f"{type(error).__name__}: {in_a_line(error)}"
         raise ValueError(f"--model {name}: cannot be built: {reason}") from error
     batch = make_batch(0, edited.config)
-    models.check_first_pass(twin, batch)
+    own_model.check_first_pass(twin, batch)
     file = Path(sys.modules[unedited.model_class.__module__].__file__).name
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     where = describe_engine(edited.model_class)
@@ -92,10 +91,10 @@ def check_model(name):
 
 def find_models(name):
     """Return the Candidate of a file and that of the file of the kit that it started from."""
-    if not models.is_file(name):
+    if not own_model.is_file(name):
         raise ValueError(f"--model {name}: must be path/to/file.py:Class, as in my_model.py:MyModel")
     try:
-        models.load_file(name)
+        own_model.load_file(name)
     except ValueError as error:
         if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == "triton":
             raise ValueError(f"--model {name}: fast_kernels needs Triton: pip install triton") from None
@@ -135,9 +134,9 @@ def imported_modules(model_class):
 def find_engine(model_class):
     """Return the engine, as in NANOTE_ENGINE, that the file of a class has imported; else the kit's own."""
     for name in imported_modules(model_class):
-        package = name.partition(".")[0]
-        if package in ENGINES and name != "fast_kernels.fused":
-            return ENGINES[package]
+        found = engine.of_module(name)
+        if found and name != "fast_kernels.fused":
+            return found
     return recipes.ENGINE
 
 
@@ -192,7 +191,7 @@ def describe_engine(model_class):
     name = find_engine(model_class)
     if name == "fast" and not torch.cuda.is_available():
         return "fast_kernels in Triton's interpreter"
-    return {"te": "Transformer Engine", "fast": "fast_kernels", "reference": "te_reference"}[name]
+    return engine.ENGINES[name].name
 
 
 # ---------------------------------------------------------------- the gaps

@@ -11,14 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from nanote.engine import ENGINE, load_fp8_state, recipes, save_fp8_state, te
+from nanote.engine import ENGINE, ENGINES, load_fp8_state, recipes, save_fp8_state, te
 
 IS_REFERENCE = ENGINE == "reference"
 HAS_TE = ENGINE == "te"
-TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
-
-DESCRIPTIONS = {"te": f"Transformer Engine {TE_VERSION}", "fast": "FP8 by fast_kernels",
-                "reference": "FP8 emulated by te_reference"}
 CLASSES = {  # TE's recipe, and its function that says whether this machine supports it
     "delayed": ("DelayedScaling", "is_fp8_available"),
     "current": ("Float8CurrentScaling", "is_fp8_available"),
@@ -38,7 +34,7 @@ def has_fp8_gpu(device) -> bool:
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, {DESCRIPTIONS[ENGINE]}"
+    return f"{device}, {ENGINES[ENGINE].machine}"
 
 
 def unsupported_reason(name):

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanote.config import as_typed
+
 FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
@@ -290,7 +292,7 @@ class Loader:
         for name in ("seq_len", "seed"):
             value = getattr(self, name)
             if samples and value != options[name]:
-                option = f"--{name.replace('_', '-')} {value}"
+                option = as_typed(name, value)
                 raise ValueError(f"{option}: {source} has {options[name]}, and with another one data would "
                                  "be read twice before the rest is read; leave it out, or start a new run "
                                  f"with --init-from {source} {option}")

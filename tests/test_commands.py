@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, s
 @pytest.mark.parametrize("script, arguments, words", [
     ("train.py", f"{TRAIN} --max-step 1", "--max-step --max-steps"),
     ("train.py", "--preset gpt3", "gpt3 llama3-8b"), ("train.py", f"{TRAIN} stray", "stray"),
-    ("train.py", "--config unknown.yaml", "--max-stepz=3 --max-steps"),
+    ("train.py", "--config unknown.yaml", "max_stepz max_steps"),
     ("sample.py", "", "run"), ("data.py", "", "stdlib text")])
 def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, arguments, words):
     monkeypatch.chdir(world)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_folders
-from nanote import checkpoint, models, optimizers
+from nanote import checkpoint, models, optimizers, own_model
 from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from tools import export_hf, hf_weights, import_hf
@@ -41,8 +41,8 @@ def make_folder(folder, kind="gpt2", dtype=torch.float32):
 def make_run(run, model="optimized", dtype=torch.float32, **options):
     """Write a run with one checkpoint of random weights; in BF16, masters are 0.1 % larger."""
     shape = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64)
-    if models.is_file(model):
-        models.load_file(model)
+    if own_model.is_file(model):
+        own_model.load_file(model)
     config = TrainConfig(**shape | dict(model=model) | options)
     model_config = models.make_model_config(model, vars(config) | {"use_fp8": False})
     net = randomize(models.build_model(model, model_config, dtype=dtype))

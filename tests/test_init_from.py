@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import train
 from hf_folders import edit_json, make_model, make_tokenizer
 from nanote import checkpoint
-from nanote.config import read_options
+from nanote.options import read_options
 from nanote.tokens import meta_checksum, write_tokens
 from trainer_tools import OPTIONS, ROOT, losses, metrics, run_train, sign
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanote import logs, models
+from nanote import logs
 from nanote.config import TrainConfig, in_a_line
 from nanote.parallel import Ranks
 from nanote.profiling import Profiler
@@ -246,12 +246,12 @@ def test_flops_per_token_by_hand():
                            tie_embeddings=True)
     position_table = 1024 * 768
     expected = 6 * (124_475_904 - position_table) + 12 * 12 * 768 * 1024
-    assert models.flops_per_token(gpt2, 124_475_904, seq_len=1024) == expected
+    assert logs.flops_per_token(gpt2, 124_475_904, seq_len=1024) == expected
     llama = SimpleNamespace(n_layer=2, n_head=4, n_embd=64, n_positions=1024, vocab_size=288,
                             tie_embeddings=False, use_rotary=True, head_dim=32)
     embedding = 288 * 64
     expected = 6 * (100_000 - embedding) + 12 * 2 * (4 * 32) * 16
-    assert models.flops_per_token(llama, 100_000, seq_len=16) == expected
+    assert logs.flops_per_token(llama, 100_000, seq_len=16) == expected
 
 
 # ---------------------------------------------------------------- --profile

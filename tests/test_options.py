@@ -9,7 +9,8 @@ import torch
 
 import train
 from nanote import recipes
-from nanote.config import TrainConfig, read_options
+from nanote.config import TrainConfig
+from nanote.options import read_options
 from nanote.parallel import Ranks
 from nanote.tokens import Loader, write_tokens
 from trainer_tools import ROOT, run_train

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import measured
-from nanote.config import read_options
+from nanote.options import read_options
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))]

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 import train
 from nanote import checkpoint, models
-from nanote.config import TrainConfig, read_options
+from nanote.config import TrainConfig
 from nanote.logs import read_metrics
+from nanote.options import read_options
 from nanote.parallel import Ranks
 from nanote.tokens import Loader, write_tokens
 from trainer_tools import OPTIONS, largest_file, losses, metrics, run_train

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # the logits are compared in float32, which TE on a 
     os.environ.setdefault("NANOTE_ENGINE", "reference")
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
-from nanote import checkpoint, models, recipes
+from nanote import checkpoint, models, recipes, trained_model
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokenizers import HfTokenizer, byte_characters
@@ -131,7 +131,7 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str 
     checkpoint.verify(source)
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
-    tokenizer = models.load_tokenizer(meta, moved)
+    tokenizer = trained_model.load_tokenizer(meta, moved)
     weights = hf_weights.read_weights(source, masters=dtype == "float32")
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
@@ -158,7 +158,7 @@ def check_logits(folder: Path, source: Path, own: str | None, weights: dict, voc
     dtype = torch.float32 if in_float32 else torch.bfloat16
     tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
-    model = models.load_run(source, checkpoint.read_meta(source), own, device, dtype)
+    model = trained_model.load_run(source, checkpoint.read_meta(source), own, device, dtype)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written
     random = torch.Generator().manual_seed(0)

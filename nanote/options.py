@@ -1,0 +1,250 @@
+"""Where the options of train.py come from: the command line, a --config file, a checkpoint, a preset.
+
+`read_options` merges their dictionaries, of which the last one that has an option wins, into a TrainConfig.
+tyro parses the command line, once, and nothing else. Values in JSON and YAML are read by `read_value`.
+"""
+import contextlib
+import difflib
+import json
+import os
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag, in_a_line, parse
+
+TYPES = get_type_hints(TrainConfig)
+KINDS = {field.name: TYPES[field.name] for field in fields(TrainConfig)}  # {option: type}
+BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
+ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
+OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
+GONE = dict(  # options of earlier versions, with their defaults
+    checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
+    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
+    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
+    gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
+    betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True,
+    fp8_param=False, offload_activations=0)
+# These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
+ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
+    activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon
+    optimizer""".split()
+
+
+def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
+    """Return the options of train.py.
+
+    They come from five places, of which a later one wins: the defaults of TrainConfig, the preset, the
+    checkpoint of --resume or --eval-only, the file of --config, the command line.
+
+    Args:
+        argv: the arguments; None: those of this process.
+        restarted: folder of the run whose processes torchrun has started again.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in argv if argument not in ("-h", "--help")]
+    typed = read_command_line(arguments)
+    if restarted:
+        typed["out_dir"] = restarted
+        typed["resume"] = any(Path(restarted).glob("step-*"))
+    in_file, is_of_run = {}, False
+    if typed.get("config"):
+        in_file, is_of_run = read_file(typed["config"])
+    asked = merge(in_file, typed)
+    saved, folder = {}, None
+    if asked.get("resume") or asked.get("eval_only"):
+        if typed.get("init_from") and not restarted:
+            raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
+        folder, meta = find_checkpoint(asked)
+        saved = options_of_run(meta["config"], folder)
+    asked = merge(saved, asked)
+    preset = PRESETS[asked.get("preset", TrainConfig.preset)]
+    if len(arguments) < len(argv):  # --help: prints and exits
+        parse(TrainConfig, ["--help"], "train.py", default=TrainConfig(**preset))
+    config = TrainConfig(**(preset | asked))
+    config.typed = frozenset(typed if is_of_run else in_file | typed)
+    check_code_is_typed(config, typed)
+    config.check()
+    print_without_effect(config)
+    if folder:
+        check_resume(config, saved, folder, meta["step"])
+        config.out_dir = str(folder if config.eval_only else folder.parent)
+    elif config.init_from and Path(config.init_from, "tokenizer.json").is_file():
+        from nanote.transfer import check_tokenizer  # imports PyTorch
+        check_tokenizer(config.init_from, config.data)
+    return config
+
+
+def read_command_line(arguments: list[str]) -> dict:
+    """Return {option: value} of the options in a command line. tyro prints mistakes, and exits."""
+    config = parse(TrainConfig, arguments, "train.py", default=TrainConfig(**PRESETS[TrainConfig.preset]))
+    options = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0].replace("-", "_")
+            if name not in KINDS:
+                name = name.removeprefix("no_")  # --no-bias
+            options[name] = getattr(config, name)
+    return options
+
+
+def merge(*sources: dict) -> dict:
+    """Return the options of all sources. The last value of an option wins, but values of --set add up."""
+    merged, settings = {}, ()
+    for options in sources:
+        merged |= options
+        settings += options.get("set", ())
+    return merged | {"set": settings}
+
+
+def find_checkpoint(asked: dict) -> tuple[Path, dict]:
+    """Return the checkpoint of --resume or --eval-only, and its meta.json."""
+    from nanote import checkpoint  # imports PyTorch, which --help need not wait for
+    run = asked.get("out_dir")
+    if run is None:
+        preset = asked.get("preset", TrainConfig.preset)
+        runs = [*Path("out").glob(preset), *Path("out").glob(f"{preset}-[0-9]*")]
+        run = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{preset}")  # the newest
+    folder = checkpoint.find(run)
+    if folder != checkpoint.latest(folder.parent) and not asked.get("eval_only"):
+        raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; remove those")
+    return folder, checkpoint.read_meta(folder)
+
+
+def check_code_is_typed(config: TrainConfig, typed: dict) -> None:
+    """Raise ValueError for a model file or a custom recipe that is not on the command line."""
+    for name in ("model", "fp8_recipe"):
+        value = getattr(config, name)
+        is_code = ".py:" in value or value.startswith("custom:")
+        if is_code and typed.get(name) != value:
+            raise ValueError(f"{flag(name)} {value}: code is never taken from a file of options or a "
+                             f"checkpoint; pass {flag(name)} {value} on the command line")
+
+
+def print_without_effect(config: TrainConfig) -> None:
+    """Print a line about typed options that have no effect with another one."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for row in WITHOUT_EFFECT:
+        values = {name: getattr(config, name) for name in row.options if name in config.typed}
+        asked = [as_typed(name, value) for name, value in values.items() if value not in ASKS_NOTHING]
+        if asked and row.applies(config):
+            other = as_typed(row.other, getattr(config, row.other))
+            print(f"{', '.join(asked)}: no effect with {other}", flush=True)
+
+
+def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> None:
+    """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
+    for name in ARCHITECTURE:
+        value = getattr(config, name)
+        before = saved.get(name, value)
+        is_moved_file = ".py:" in str(value) and ".py:" in str(before)
+        is_same_network = {value, before} <= {"auto", "fast", "optimized"}
+        if value != before and not is_moved_file and not is_same_network:
+            raise ValueError(f"{flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
+    if config.max_steps < step and not config.eval_only:
+        raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {step} steps; pass {2 * step}")
+
+
+# ---------------------------------------------------------------- options in JSON and YAML
+
+class TextLoader(yaml.SafeLoader):
+    """A YAML loader that reads scalars as text, for `read_value`. YAML 1.1 makes the number 612 of 10:12, 8
+    of 010, booleans of yes and on, and a date of 2026-01-01."""
+
+    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}
+
+
+def read_file(path: str) -> tuple[dict, bool]:
+    """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
+    try:
+        content = Path(path).read_text()
+        options = yaml.load(content, TextLoader)  # JSON is YAML, too
+        is_of_run = isinstance(options, dict) and "command" in options
+        if is_of_run:
+            options = json.loads(content)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
+    if is_of_run:
+        del options["command"]  # no option
+        if isinstance(options.get("config"), dict):  # of version 0.1; now it is the name of a file
+            options = options["config"]
+        return options_of_run(options, path), True
+    options = {str(name).replace("-", "_"): value for name, value in options.items()}
+    for name in options:
+        if name not in KINDS:
+            nearest = difflib.get_close_matches(name, KINDS, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
+            raise ValueError(f"--config {path}: {name}: unknown option; {advice}")
+    return {name: read_value(name, value, f"--config {path}") for name, value in options.items()}, False
+
+
+def options_of_run(options: dict, source) -> dict:
+    """Return the options that another start takes over. Print those that this version does not have."""
+    gone = [f"{name} {value}" for name, value in options.items()
+            if name not in KINDS and GONE.get(name) != value]
+    if gone:
+        print(f"{source}: left out, since this version has no such options: {', '.join(gone)}")
+    return {name: read_value(name, value, source) for name, value in options.items()
+            if name in KINDS and name not in OF_ONE_RUN}
+
+
+def read_value(name: str, value, source):
+    """Return the value of an option in JSON or YAML as the option's type; text as on the command line."""
+    if name == "set":
+        return read_set(value, source)
+    kind = KINDS[name]
+    if type(None) in get_args(kind):  # int | None
+        if value in (None, "", "~", "null", "Null", "NULL", "None"):
+            return None
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        rule = f"one of {', '.join(get_args(kind))}"
+    elif kind is bool:
+        if str(value).lower() in BOOLEANS:
+            return BOOLEANS[str(value).lower()]
+        rule = "true or false"
+    else:
+        with contextlib.suppress(TypeError, ValueError):
+            return kind(value)
+        rule = f"of type {kind.__name__}"
+    raise ValueError(f"{source}: {name} {value}: must be {rule}")
+
+
+def read_set(value, source) -> tuple[tuple[str, ...], ...]:
+    """Return `set` of a file as the command line gives it: (("window=32", "scale=0.5"),).
+
+    In a file it is {"window": 32}, "window=32", a list of such texts, or a list of lists, as a run stores it.
+    """
+    texts = []
+    if isinstance(value, dict):
+        for field, text in value.items():
+            texts.append(f"{field}={json.dumps(json_or_text(text))}")
+    else:
+        for some in value if isinstance(value, list) else [value]:
+            texts += some if isinstance(some, list) else [some]
+    if not all(isinstance(text, str) and "=" in text for text in texts):
+        raise ValueError(f"{source}: set {value}: must be fields with values, such as set: {{window: 32}}")
+    return (tuple(texts),) if texts else ()
+
+
+def json_or_text(value):
+    """Return a text of a file as JSON if it is some, else as it is; of a list, each of its texts."""
+    if isinstance(value, list):
+        return [json_or_text(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false", "null"):  # YAML has True and TRUE, too
+        value = value.lower()
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
