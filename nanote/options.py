@@ -81,7 +81,8 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
 
 def read_command_line(arguments: list[str]) -> dict:
     """Return {option: value} of the options in a command line. tyro prints mistakes, and exits."""
-    config = parse(TrainConfig, arguments, "train.py", default=TrainConfig(**PRESETS[TrainConfig.preset]))
+    defaults = TrainConfig(**PRESETS[TrainConfig.preset])  # those of another preset are merged later
+    config = parse(TrainConfig, arguments, "train.py", default=defaults)
     options = {}
     for argument in arguments:
         if argument.startswith("--"):
@@ -130,8 +131,11 @@ def print_without_effect(config: TrainConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     for row in WITHOUT_EFFECT:
-        values = {name: getattr(config, name) for name in row.options if name in config.typed}
-        asked = [as_typed(name, value) for name, value in values.items() if value not in ASKS_NOTHING]
+        asked = []
+        for name in row.options:
+            value = getattr(config, name)
+            if name in config.typed and value not in ASKS_NOTHING:
+                asked.append(as_typed(name, value))
         if asked and row.applies(config):
             other = as_typed(row.other, getattr(config, row.other))
             print(f"{', '.join(asked)}: no effect with {other}", flush=True)
@@ -176,23 +180,35 @@ def read_file(path: str) -> tuple[dict, bool]:
         if isinstance(options.get("config"), dict):  # of version 0.1; now it is the name of a file
             options = options["config"]
         return options_of_run(options, path), True
-    options = {str(name).replace("-", "_"): value for name, value in options.items()}
-    for name in options:
-        if name not in KINDS:
-            nearest = difflib.get_close_matches(name, KINDS, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
-            raise ValueError(f"--config {path}: {name}: unknown option; {advice}")
-    return {name: read_value(name, value, f"--config {path}") for name, value in options.items()}, False
+    typed = {}
+    for key, value in options.items():
+        name = str(key).replace("-", "_")
+        check_is_option(name, path)
+        typed[name] = read_value(name, value, f"--config {path}")
+    return typed, False
+
+
+def check_is_option(name: str, path: str) -> None:
+    """Raise ValueError for an unknown option in a file, with the nearest one."""
+    if name in KINDS:
+        return
+    nearest = difflib.get_close_matches(name, KINDS, n=1)
+    advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
+    raise ValueError(f"--config {path}: {name}: unknown option; {advice}")
 
 
 def options_of_run(options: dict, source) -> dict:
     """Return the options that another start takes over. Print those that this version does not have."""
-    gone = [f"{name} {value}" for name, value in options.items()
-            if name not in KINDS and GONE.get(name) != value]
+    taken_over, gone = {}, []
+    for name, value in options.items():
+        if name not in KINDS:
+            if GONE.get(name) != value:
+                gone.append(f"{name} {value}")
+        elif name not in OF_ONE_RUN:
+            taken_over[name] = read_value(name, value, source)
     if gone:
         print(f"{source}: left out, since this version has no such options: {', '.join(gone)}")
-    return {name: read_value(name, value, source) for name, value in options.items()
-            if name in KINDS and name not in OF_ONE_RUN}
+    return taken_over
 
 
 def read_value(name: str, value, source):

@@ -87,8 +87,11 @@ def _dataclasses_for(model_class: type, module) -> list[type]:
     parameters = list(inspect.signature(model_class).parameters.values())
     if parameters and dataclasses.is_dataclass(parameters[0].annotation):
         return [parameters[0].annotation]
-    values = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
-    return [value for value in values if dataclasses.is_dataclass(value)]
+    found = []
+    for value in vars(module).values():
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in found:
+            found.append(value)
+    return found
 
 
 def _missing_fields(config_class: type) -> list[str]:
@@ -168,10 +171,8 @@ def check_first_pass(model, batch) -> None:
 
     The FP8 state is left as it was."""
     problems = _problems_of_config(model)
-    if hasattr(model, "config"):
-        with recipes.preserved_state(model):
-            problems += _problems_of_pass(model, batch)
-    else:
+    state = recipes.preserved_state(model) if hasattr(model, "config") else contextlib.nullcontext()
+    with state:
         problems += _problems_of_pass(model, batch)
     if problems:
         raise ValueError(f"{type(model).__name__}: {'; and '.join(problems)}")

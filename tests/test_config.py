@@ -69,25 +69,37 @@ def test_help_ends_in_a_terminal_of_one_column():
                '"cuda_graph": "off"}')])
 def test_config_files_lie_between_preset_and_command_line(name, text):
     Path(name).write_text(text)
-    config = options(f"--config {name} --seed 3 --cuda-graph on")
-    assert (config.preset, config.n_layer, config.lr, config.use_qk_norm, config.n_kv_head) == (
-        "gpt2-350m", 24, 6e-5, True, None)
-    assert (config.seed, config.cuda_graph) == (3, "on")
+    in_file = dict(preset="gpt2-350m", lr=6e-5, use_qk_norm=True, n_kv_head=None)
+    typed = dict(config=name, seed=3, cuda_graph="on")
+    expected = PRESETS["gpt2-350m"] | in_file | typed
+    assert options(f"--config {name} --seed 3 --cuda-graph on") == TrainConfig(**expected)
     assert options(f"--config {name} --preset tiny").n_layer == 4
 
 
 @pytest.mark.parametrize("line, name, value", [
-    ("profile: 10:12", "profile", "10:12"), ("profile: 1:30", "profile", "1:30"),
-    ("wandb: 007", "wandb", "007"), ("wandb: 1.10", "wandb", "1.10"), ("wandb: 0x1f", "wandb", "0x1f"),
-    ("out_dir: 2026-01-01", "out_dir", "2026-01-01"), ("wandb: yes", "wandb", "yes"),
-    ("wandb: true", "wandb", "true"), ("cuda_graph: on", "cuda_graph", "on"),
-    ("cuda-graph: off", "cuda_graph", "off"), ("use-rotary: off", "use_rotary", False),
-    ("use_qk_norm: Yes", "use_qk_norm", True), ("use_qk_norm: TRUE", "use_qk_norm", True),
-    ("lr: 1e-3", "lr", 1e-3), ("lr: .5", "lr", 0.5), ("max_steps: 1_000", "max_steps", 1000),
-    ("seed: 010", "seed", 10), ("vocab_size: ~", "vocab_size", None), ("vocab_size:", "vocab_size", None),
+    ("profile: 10:12", "profile", "10:12"),
+    ("profile: 1:30", "profile", "1:30"),
+    ("wandb: 007", "wandb", "007"),
+    ("wandb: 1.10", "wandb", "1.10"),
+    ("wandb: 0x1f", "wandb", "0x1f"),
+    ("wandb: yes", "wandb", "yes"),
+    ("wandb: true", "wandb", "true"),
+    ("out_dir: 2026-01-01", "out_dir", "2026-01-01"),
+    ("cuda_graph: on", "cuda_graph", "on"),
+    ("cuda-graph: off", "cuda_graph", "off"),
+    ("use-rotary: off", "use_rotary", False),
+    ("use_qk_norm: Yes", "use_qk_norm", True),
+    ("use_qk_norm: TRUE", "use_qk_norm", True),
+    ("lr: 1e-3", "lr", 1e-3),
+    ("lr: .5", "lr", 0.5),
+    ("max_steps: 1_000", "max_steps", 1000),
+    ("seed: 010", "seed", 10),
+    ("vocab_size: ~", "vocab_size", None),
+    ("vocab_size:", "vocab_size", None),
     ("set: {a: 1, b: 1e-3, c: yes, d: 10:12, e: true, f: [1, x]}", "set",
      (("a=1", "b=0.001", 'c="yes"', 'd="10:12"', "e=true", 'f=[1, "x"]'),)),
-    ("set: a=1", "set", (("a=1",),)), ("set: [a=1, b=2]", "set", (("a=1", "b=2"),)),
+    ("set: a=1", "set", (("a=1",),)),
+    ("set: [a=1, b=2]", "set", (("a=1", "b=2"),)),
     ("<<: {lr: 2e-3}", "lr", 2e-3)])
 def test_yaml_gives_an_option_what_is_written(line, name, value):
     """Not a number of base 60 or 8, a date or a boolean, which YAML 1.1 makes of some texts."""
@@ -100,6 +112,10 @@ def test_yaml_gives_an_option_what_is_written(line, name, value):
     ("set: null", "a.yaml: set null: must be fields"), ("set: [a=1, 5]", "set ['a=1', '5']: must be fields"),
     ('{"set": 5, "command": "train.py"}', "set 5: must be fields"),
     ("[1, 2]", "holds no options"), ("", "holds no options"), ("a: [", "neither JSON nor YAML"),
+    ("lr: abc", "a.yaml: lr abc: must be of type float"),
+    ("bias: 3", "a.yaml: bias 3: must be true or false"),
+    ("activation: relu", "a.yaml: activation relu: must be one of gelu, swiglu"),
+    ("n_layerz: 3", "a.yaml: n_layerz: unknown option; did you mean n_layer?"),
     ("model: mine.py:Net", "pass --model mine.py:Net on the command line"),
     ("fp8_recipe: custom:evil.f", "pass --fp8-recipe custom:evil.f on the command line"),
     ("lr: 0", "--lr 0.0: must be above 0")])
@@ -110,9 +126,13 @@ def test_config_files_are_refused_in_one_line(text, words):
 
 def test_config_json_of_a_run_repeats_it(finished, capsys):
     config = options(f"--config {finished}/config.json --lr 1e-4")
-    assert (config.n_layer, config.n_embd, config.lr, config.out_dir) == (1, 64, 1e-4, None)
-    old = dataclasses.asdict(config) | {"out_dir": "out/old", "gc_interval": 0, "checkpoint_every": 2}
-    Path("old.json").write_text(json.dumps({"config": old, "command": "train.py", "resumed": []}))
+    assert (config.n_layer, config.n_embd) == (1, 64)  # of the run
+    assert config.lr == 1e-4  # typed
+    assert config.out_dir is None  # a run has its own
+    gone = {"gc_interval": 0, "checkpoint_every": 2}  # the first has its default
+    old = dataclasses.asdict(config) | {"out_dir": "out/old"} | gone
+    of_0_1 = {"config": old, "command": "train.py", "resumed": []}
+    Path("old.json").write_text(json.dumps(of_0_1))
     capsys.readouterr()
     assert options("--config old.json") == dataclasses.replace(config, config="old.json")
     assert capsys.readouterr().out.splitlines() == [
@@ -138,8 +158,10 @@ def test_options_that_are_impossible_are_refused(given, words):
 
 def test_resume_keeps_the_options_of_the_run(finished):
     config = options(f"--resume --out-dir {finished} --max-steps 9 --lr 1e-4")
-    assert (config.n_layer, config.dropout, config.max_steps, config.lr) == (1, 0.1, 9, 1e-4)
-    assert (config.resume, config.out_dir, config.config, config.profile) == (True, str(finished), None, None)
+    assert (config.n_layer, config.dropout) == (1, 0.1)  # of the run
+    assert (config.max_steps, config.lr) == (9, 1e-4)  # typed
+    assert config.resume and config.out_dir == str(finished)
+    assert config.config is None and config.profile is None
     assert options(f"--eval-only --out-dir {finished}/step-2").out_dir == f"{finished}/step-2"
 
 
@@ -186,10 +208,15 @@ def test_a_restart_by_torchrun_stays_in_the_folder():
 # ---------------------------------------------------------------- how a command ends
 
 def test_mistakes_are_one_line_and_exit_code_2(capsys):
-    for error, code, line in (
-            (None, 0, ""), (ValueError("a: wrong\nmore"), 2, "x.py: a: wrong\n"),
-            (ValueError(), 2, "x.py: ValueError\n"), (OSError(28, "No space", "f"), 2, "x.py: f: No space\n"),
-            (KeyboardInterrupt(), 130, "x.py: interrupted\n"), (BrokenPipeError(), 141, "")):
+    cases = (
+        (None, 0, ""),
+        (ValueError("a: wrong\nmore"), 2, "x.py: a: wrong\n"),
+        (ValueError(), 2, "x.py: ValueError\n"),
+        (OSError(28, "No space", "f"), 2, "x.py: f: No space\n"),
+        (KeyboardInterrupt(), 130, "x.py: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+    )
+    for error, code, line in cases:
         assert run_command(Mock(side_effect=error, return_value=None), "x.py") == code
         assert capsys.readouterr().err == line
     with pytest.raises(RuntimeError):  # not a user's mistake: the traceback is needed
@@ -208,9 +235,12 @@ sys.exit(run_command(main, "x.py"))"""
 
 
 @pytest.mark.parametrize("command, code, said", [
-    ("x.py mistake 2>&-", 2, ""), ("x.py mistake >&-", 2, "x.py: wrong\n"), ("x.py 2>&- >&-", 0, ""),
+    ("x.py mistake 2>&-", 2, ""),
+    ("x.py mistake >&-", 2, "x.py: wrong\n"),
+    ("x.py 2>&- >&-", 0, ""),
     ("-u x.py >/dev/full", 2, "x.py: stdout: No space left on device\n"),
-    ("x.py >/dev/full", 1, "x.py: stdout: No space left on device\n"), ("-u x.py | sleep 0", 141, "")])
+    ("x.py >/dev/full", 1, "x.py: stdout: No space left on device\n"),
+    ("-u x.py | sleep 0", 141, "")])
 def test_closed_or_full_streams_give_no_traceback(command, code, said):
     Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
     shell = f"set -o pipefail; {sys.executable} {command}"

@@ -28,6 +28,11 @@ def run_of_custom(tmp_path_factory, tokens):
     return run
 
 
+def lines_beginning(start: str, capsys) -> list[str]:
+    """Return the lines with this start that were printed since the last call."""
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(start)]
+
+
 def typed(text: str) -> set[str]:
     return set(read_options(text.split()).typed)
 
@@ -52,12 +57,13 @@ def test_typed_options_are_those_of_command_line_and_file(run_of_custom):
     ("te", "llama3-1b --vocab-size 512", "--model te: has no n_kv_head=8, head_dim=64, activation=swiglu, "
      "use_rmsnorm, use_rotary, rope_theta=500000.0 of --preset llama3-1b: trains with as many key and value "
      "heads as heads, head_dim = n_embd / n_head, GELU, LayerNorm, learned positions"),
-    ("fused", "gpt2-124m", ""), ("advanced", "tiny", ""), ("optimized", "tiny", "")])
+    ("fused", "gpt2-124m", ""),
+    ("advanced", "tiny", ""),
+    ("optimized", "tiny", "")])
 def test_a_line_says_what_a_model_lacks_of_a_preset(tokens, capsys, name, preset, line):
     options = f"{SHORT} --preset {preset} --model {name} --grad-accum 1 --n-inner 64 --max-steps 1"
     assert run_train(f"{options} --checkpoint-interval 0 --out-dir run", tokens) == 0
-    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("--model")]
-    assert lines == [line] * bool(line)
+    assert lines_beginning("--model", capsys) == ([line] if line else [])
 
 
 @pytest.mark.parametrize("name", ["custom", "fused", "te"])
@@ -104,7 +110,7 @@ def test_a_file_is_typed_and_another_run_is_not(tokens, run_of_custom, refused, 
     ("--config RUN/config.json --fp8-recipe none", ""), ("--resume --out-dir RUN --fp8-recipe none", "")])
 def test_typed_options_without_effect_are_named(run_with_history, capsys, given, line):
     read_options(given.replace("RUN", str(run_with_history)).split())
-    assert capsys.readouterr().out == line + "\n" * bool(line)
+    assert capsys.readouterr().out.splitlines() == ([line] if line else [])
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +126,20 @@ def run_with_history(tmp_path_factory, tokens):
     ("--warmup-steps 2 --max-steps 2", "3.0e-03 of --lr 3.0e-03"), ("--warmup-steps 1 --max-steps 2", "")])
 def test_a_warmup_as_long_as_the_run_is_said(tokens, capsys, given, reached):
     assert run_train(f"{SHORT} {given} --checkpoint-interval 0 --out-dir run", tokens) == 0
-    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("--warmup-steps")]
-    assert len(lines) == bool(reached)
-    assert all(f"--max-steps 2 is warm-up; the learning rate reaches {reached}" in text for text in lines)
+    lines = lines_beginning("--warmup-steps", capsys)
+    if not reached:
+        assert not lines
+    else:
+        [line] = lines
+        assert f"--max-steps 2 is warm-up; the learning rate reaches {reached}" in line
 
 
 # ---------------------------------------------------------------- what the first line says
 
 def first_line(arguments: str, tokens: str, capsys) -> str:
     assert run_train(f"{SHORT} --checkpoint-interval 0 {arguments} --out-dir run", tokens) == 0
-    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("run from step 1: "))
+    [line] = lines_beginning("run from step 1: ", capsys)
+    return line
 
 
 @pytest.mark.parametrize("given, count", [
@@ -146,11 +156,12 @@ def test_the_first_line_counts_gemms_in_fp8(tokens, capsys, given, count):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, engine", [("fast", "fast"), ("optimized", recipes.ENGINE)])
 def test_the_first_line_names_the_engine_on_a_gpu(tokens, capsys, name, engine):
-    if name == "fast" and (torch.cuda.get_device_capability() != (9, 0) or "NANOTE_ENGINE" in os.environ):
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    if name == "fast" and ("NANOTE_ENGINE" in os.environ or not is_hopper):
         pytest.skip("needs a Hopper GPU and no NANOTE_ENGINE")
     options = f"{SHORT} --device cuda --model {name} --n-layer 2 --n-embd 128 --no-fp8-lm-head --out-dir run"
     assert run_train(options, tokens) == 0
-    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("run from step 1: "))
+    [line] = lines_beginning("run from step 1: ", capsys)
     assert f"tiny on {torch.cuda.get_device_name()}, --fp8-recipe delayed hybrid, 8 of 9 GEMMs" in line
     assert {"te": "on Transformer Engine 2", "fast": "on fast_kernels",
             "reference": "on te_reference"}[engine] in line
@@ -245,7 +256,9 @@ def corpora(tmp_path_factory):
 def windows_of(loader_options: dict, first: int, last: int) -> list:
     """Return the samples from `first` to before `last` of an uninterrupted run."""
     config = TrainConfig(micro_batch_size=1, seq_len=64, grad_accum=last, **loader_options)
-    return [inputs[0].tolist() for inputs, *_ in Loader(config, "train", Ranks()).batches(1)][first:]
+    batches = Loader(config, "train", Ranks()).batches(1)
+    windows = [inputs[0].tolist() for inputs, *_ in batches]
+    return windows[first:]
 
 
 RESUME = "--resume --out-dir run"

@@ -112,11 +112,13 @@ def test_a_resumed_run_keeps_the_config_and_buffers_that_it_had(tokens):
     changed(mine=(begin, begin + buffers.format("ones", "ones")))
     assert run_train(f"{RUN} {PAIR} --max-steps 4 --out-dir run", tokens) == 0
     changed(mine=(begin, begin + buffers.format("zeros", "zeros")))
-    Path("mine.py").write_text(Path("mine.py").read_text().replace("window: int = 8", "window: int = 99"))
+    source = Path("mine.py").read_text()
+    Path("mine.py").write_text(source.replace("window: int = 8", "window: int = 99"))
     assert run_train("--resume --model mine.py:Pair --out-dir run --max-steps 8", tokens) == 0
     assert checkpoint.read_meta("run/step-8")["model_config"]["window"] == 8
     stored = checkpoint.read_tensors("run/step-8")
-    assert stored["model.mask"].tolist() == [True] * 8 and stored["model.ids"].tolist() == [1] * 8
+    assert stored["model.mask"].tolist() == [True] * 8
+    assert stored["model.ids"].tolist() == [1] * 8
 
 
 # ---------------------------------------------------------------- from nanoGPT
@@ -162,7 +164,8 @@ def nanogpt(monkeypatch):
     del sys.modules["model"]
     Path("model.py").write_text(NANOGPT)
     page = (ROOT / "guide" / "changing_the_model.md").read_text()
-    recipe = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "GPTConfig" in code)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    [recipe] = [code for code in blocks if "GPTConfig" in code]
     Path("from_nanogpt.py").write_text(recipe)
     return recipe
 
