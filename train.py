@@ -7,6 +7,7 @@
 `main` builds the parts of a run, `make_step` the functions of a training step, and `train` is the loop.
 Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
+- There is no GradScaler: BF16 has the range of float32, and each FP8 tensor a scale of its own.
 - A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor the FP8 state.
   The eleventh of a process ends the run.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
@@ -42,7 +43,7 @@ def main(config: TrainConfig) -> None:
     ranks = parallel.start()  # the processes that torchrun started, or this one alone
     device = prepare_device(config, ranks)
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
-    resumed_meta = checkpoint.read_meta(source) if source else {}
+    resumed_meta = checkpoint.read_meta(source) if source else {}  # of the checkpoint; {}: a new run
     first_step = resumed_meta.get("step", 0) + 1
 
     loader = Loader(config, "train", ranks, device)
@@ -77,6 +78,63 @@ def main(config: TrainConfig) -> None:
         run_folder.print_summary(config, last_step)
 
 
+class StepFunctions(NamedTuple):
+    """A training step: forward_backward for each of its micro-batches, and then update. See make_step."""
+
+    forward_backward: Callable  # replayed as CUDA graphs where that is possible, and so is update
+    update: Callable
+    eager_forward_backward: Callable  # the same two, with every kernel launched from Python
+    eager_update: Callable
+    fp8_state: FP8State
+
+
+def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
+    """Return the functions of a training step on this device."""
+    fp8_state = FP8State(model)  # scales and amax histories, which the passes of a step change
+    # Weights change once a step, so with accumulation only its first micro-batch quantizes them to FP8.
+    caches_fp8 = (config.grad_accum > 1 and not config.compile
+                  and models.takes_argument(model, "is_first_microbatch"))
+
+    def forward_backward(batch, *, first: bool, last: bool):
+        """Add the gradients of a micro-batch to those of the step. Return its share of the loss, ()."""
+        if first:
+            fp8_state.save()
+        if first and config.compile:
+            torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's tensors
+        options = {"is_first_microbatch": first} if caches_fp8 else {}
+        with gradients.accumulate(first, last):  # first: overwrite the sum; last: reduce it over ranks
+            # Gradients are summed over micro-batches and ranks, so each loss is divided by their number:
+            # grad_accum * ranks, or, where micro-batches have fewer labels or more, a number for each.
+            loss = model(*batch.inputs, **options) / batch.divisor
+            # 1, or NaN for a loss that is not finite. Then every gradient is NaN, and through the reduction
+            # every rank sees a norm that is NaN and skips the step.
+            seed = 1 + 0 * loss.detach()
+            loss.backward(seed)
+        return loss.detach()
+
+    def update():
+        """Clip the gradients and update the weights. Return the gradient norm before clipping, ()."""
+        gradients.set_grad()
+        norm = optimizer.clip_gradients(config.grad_clip)
+        # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
+        is_finite = norm.isfinite()
+        fp8_state.restore(unless=is_finite)
+        optimizer.step(skip=~is_finite)
+        return norm
+
+    eager_forward_backward, eager_update = forward_backward, update
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):  # without these lines everything still trains
+        from nanote.graphs import CudaGraph
+
+        def graph_state():  # what the graphs read and write must live as long as they do
+            return [*recipes.kept_state(model), dict(vars(fp8_state))]
+
+        forward_backward = CudaGraph(forward_backward, graph_state)
+        if optimizer.capturable:
+            update = CudaGraph(update, graph_state)
+    return StepFunctions(forward_backward, update, eager_forward_backward, eager_update, fp8_state)
+
+
 def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta) -> int:
     """Train to the last step or a stop request, and return that step.
 
@@ -94,15 +152,15 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
         for step in range(first_step, config.max_steps + 1):
             optimizer.set_lr(learning_rate(step, config))
             batches = loader.batches(step) if loader.has_labels(step) else []
-            forward_backward, watch_health = functions.forward_backward, nullcontext()
-            if is_due(step, config.fp8_health_interval):  # by hooks, which a replayed graph would not run
+            forward_backward, measure_health = functions.forward_backward, nullcontext()
+            if is_due(step, config.fp8_health_interval):  # by hooks, which a replayed graph does not run
                 forward_backward = functions.eager_forward_backward
-                watch_health = log.fp8_health(step, model)
+                measure_health = log.fp8_health(step, model)
 
             with profile(step):
                 if batches:
-                    loss = 0  # this rank's share, on the device
-                    with watch_health:
+                    loss = 0  # becomes this rank's share of the step's loss, and stays on the device
+                    with measure_health:
                         for i, batch in enumerate(batches):
                             loss += forward_backward(batch, first=i == 0, last=i == len(batches) - 1)
                     norm = functions.update()
@@ -112,9 +170,9 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
 
             is_last = step == config.max_steps
             is_stopped = stop.agreed()  # by all ranks
-            should_log = is_due(step, config.log_interval, also=step == 1 or is_last or is_stopped)
-            should_eval = is_due(step, config.eval_interval, also=step == 1 or is_last)
-            should_save = is_due(step, config.checkpoint_interval, also=is_last or is_stopped)
+            should_log = is_due(step, config.log_interval, also=(step == 1 or is_last or is_stopped))
+            should_eval = is_due(step, config.eval_interval, also=(step == 1 or is_last))
+            should_save = is_due(step, config.checkpoint_interval, also=(is_last or is_stopped))
             if not (should_log or should_eval or should_save):
                 continue
             log.read()  # waits for the GPU
@@ -132,60 +190,6 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
             if is_stopped:
                 break
     return step
-
-
-class StepFunctions(NamedTuple):
-    """A training step: forward_backward for each of its micro-batches, and then update."""
-
-    forward_backward: Callable  # (batch, *, first, last): add its gradients; return its share of the loss, ()
-    update: Callable  # (): clip the gradients and update the weights; return the norm before clipping, ()
-    eager_forward_backward: Callable  # the same two, with every kernel launched from Python
-    eager_update: Callable
-    fp8_state: FP8State
-
-
-def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
-    """Return the functions of a training step, replayed as CUDA graphs where that is possible."""
-    # With accumulation, weights are quantized to FP8 in the first micro-batch only.
-    caches_fp8 = (config.grad_accum > 1 and not config.compile
-                  and models.takes_argument(model, "is_first_microbatch"))
-    fp8_state = FP8State(model)  # scales and amax histories, which a forward and a backward pass change
-
-    def forward_backward(batch, *, first: bool, last: bool):
-        if first:
-            fp8_state.save()
-        if first and config.compile:
-            torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
-        options = {"is_first_microbatch": first} if caches_fp8 else {}
-        with gradients.accumulate(first, last):  # sums over micro-batches, and after the last over ranks
-            # Divided so that the sum over micro-batches and ranks is the mean over all labels of the step.
-            loss = model(*batch.inputs, **options) / batch.divisor
-            # NaN if the loss is not finite: then so is every gradient, and the norm tells all ranks to skip.
-            seed = 1 + 0 * loss.detach()
-            loss.backward(seed)
-        return loss.detach()
-
-    def update():
-        gradients.set_grad()
-        norm = optimizer.clip_gradients(config.grad_clip)
-        # A norm that is not finite skips the step: weights, moments, step count and FP8 state stay as they
-        # were. Both decide on the device, so that the host need not wait for the GPU.
-        is_finite = norm.isfinite()
-        fp8_state.restore(unless=is_finite)
-        optimizer.step(skip=~is_finite)
-        return norm
-
-    eager = forward_backward, update
-    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):  # without these lines everything still trains
-        from nanote.graphs import CudaGraph
-
-        def graph_state():  # what the graphs read and write must live as long as they do
-            return [*recipes.kept_state(model), dict(vars(fp8_state))]
-
-        forward_backward = CudaGraph(forward_backward, graph_state)
-        if optimizer.capturable:
-            update = CudaGraph(update, graph_state)
-    return StepFunctions(forward_backward, update, *eager, fp8_state)
 
 
 def is_due(step: int, interval: int, also: bool = False) -> bool:
@@ -221,7 +225,7 @@ def prepare_cpu(activation_size: int) -> None:
 
 def fit_to_data(config, data: dict, resumed_meta: dict) -> None:
     """Set vocab_size and n_positions of the model for the data. `data`: meta.json of the token files."""
-    if resumed_meta:
+    if resumed_meta:  # a resumed run may read other data, made with the same tokenizer
         check_tokenizer(config.data, data["tokenizer"], resumed_meta["tokenizer"])
     needed = data["vocab_size"]
     padded = models.padded_vocab_size(needed)  # FP8 GEMMs need a multiple of 32
@@ -300,15 +304,15 @@ def init_from(config, model, optimizer, data: dict) -> dict:
 
 def needs_first_scales(model, config, tokens_per_step: int, saved_scales: dict) -> bool:
     """Return whether first scales must be found: delayed scaling has none, or those of a checkpoint are for
-    another format, for other layers, or for larger gradients (fewer tokens a step).
+    another format, for other layers, or for smaller gradients (more tokens a step).
 
-    saved_scales: meta.json of the checkpoint that they come from; {}: of none.
+    saved_scales: meta.json of the checkpoint that they come from; {}: there is none.
     """
     if not recipes.uses_delayed_scaling(model):
         return False
     if not saved_scales or recipes.is_fresh(model):
         return True
-    if tokens_per_step < saved_scales.get("tokens_per_step", 0):
+    if tokens_per_step < saved_scales.get("tokens_per_step", 0):  # gradients are larger now
         return True
     saved_options = saved_scales["config"]
     for name in ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last"):
