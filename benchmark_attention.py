@@ -20,7 +20,7 @@ For attention inside a model: python benchmark_te.py --shapes 124m-b32 --arms fp
 
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import sys

@@ -29,7 +29,7 @@ norm and progress are checked against the first arm's.
 
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import sys

@@ -8,7 +8,7 @@ The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import codecs

@@ -11,7 +11,7 @@ where TE trains with any multiple of 16. It is one rule for every recipe, and pa
 
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import itertools

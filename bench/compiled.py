@@ -16,7 +16,7 @@ FlashAttention 4 was installed, which fast_kernels then uses.
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import dataclasses

@@ -26,7 +26,7 @@ token files, or with another --more, are refused. From the last records follows 
 
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import json

@@ -16,7 +16,7 @@ import torch
 
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import make_plain
-from bench.step import Step, arm_config, free, make_batches
+from bench.step import Training, arm_config, free, make_batches
 from nanote import recipes
 from nanote.config import in_a_line
 from nanote.logs import flops_per_token, peak_flops
@@ -163,7 +163,7 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
     elif arm in PLAIN_ARMS:
         step = make_plain(arm, model_config, config, device)
     else:
-        step = Step(config, device, batches)
+        step = Training(config, device, batches)
     checked = (agreement or Agreement()).verify(arm, step, batches)
     figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
     flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)

@@ -15,7 +15,7 @@ gradient norm that this GPU has alone.
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import dataclasses
@@ -78,7 +78,7 @@ def check(options) -> None:
 def make_step(layout, config, options, device, batches):
     """Make the step of a layout for all ranks, or within `alone()` for this one."""
     if layout != "nanogpt":
-        return step.Step(config, device, batches)
+        return step.Training(config, device, batches)
     # Load it for each step: torch.compile splits the graph for DDP, has no guard on DDP, and would run the
     # graphs of one step in the other, too
     return nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, ddp=dist.is_initialized())

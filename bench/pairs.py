@@ -21,7 +21,7 @@ bench/pair_rows.py makes the rows, bench/pair_runs.py trains them.
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import contextlib

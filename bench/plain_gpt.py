@@ -120,7 +120,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainStep:
-    """A training step of plain PyTorch: BF16 autocast, clipping, AdamW. Has bench.step.Step's interface."""
+    """A training step of plain PyTorch: BF16 autocast, clipping, AdamW. Called as bench.step.Training."""
 
     is_graph = False
 

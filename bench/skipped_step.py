@@ -12,7 +12,7 @@ Bounds: a share of 0.001, and 0.5 ms.
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import statistics
@@ -87,7 +87,7 @@ def host_ms(fp8_state, finite) -> float:
 def make(config, device, batches):
     """Return a training step, after it has run once."""
     steps.free()
-    step = steps.Step(config, device, batches)
+    step = steps.Training(config, device, batches)
     step(batches, 1e-5)
     return step
 

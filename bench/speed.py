@@ -18,7 +18,7 @@ import torch
 
 from bench.measure import LR, Agreement, attempt, error_text, timed
 from bench.report import Rows, markdown
-from bench.step import BLACKWELL, SHAPES, Step, free, make_batches, make_config
+from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config
 from nanote import models, recipes
 from nanote.config import PRESETS
 
@@ -184,7 +184,7 @@ def measure_compiled(name, config, device, agreement) -> dict:
     torch._dynamo.reset()
     counters.clear()
     batches, began = make_batches(config, device), time.time()
-    step = Step(config, device, batches)
+    step = Training(config, device, batches)
     loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
     seconds = time.time() - began
     ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])

@@ -1,8 +1,8 @@
-"""Shapes and arms of the benchmark, as options of train.py, and one training step of a configuration.
+"""Shapes and arms of the benchmark, as options of train.py, and the training of a configuration.
 
 An arm is one way to train the same network at the same shape: "plain", "bf16", "fp8", "fp8-current-eager" …
-(python benchmark_te.py --help lists them). The plain arms are in bench/plain_gpt.py; the others are `Step`,
-which does what the loop of train.py does, with the options that the words of the arm stand for.
+(python benchmark_te.py --help lists them). The plain arms are in bench/plain_gpt.py; the others are
+`Training`, which runs train.py's own step, with the options that the words of the arm stand for.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ import re
 
 import torch
 
+import train
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
-from nanote.ddp import distribute, make_gradients
-from nanote.fp8_state import FP8State
-from nanote.graphs import CudaGraph
+from nanote.ddp import make_gradients
 from nanote.optimizers import make_optimizer
+from nanote.tokens import MicroBatch
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -109,66 +109,42 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-class Step:
-    """One training step, as the loop of train.py makes it: `loss, norm = step(batches, lr)`.
+class Training:
+    """A model, its optimizer and the functions of train.make_step: `loss, norm = training(batches, lr)`.
 
-    forward(*batch) and update() are its parts, launched from Python. is_graph: it is replayed as CUDA graphs.
+    forward(*batch) and update() are parts of a step, launched from Python. is_graph: steps are replayed as
+    CUDA graphs.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):
         """`batches`: micro-batches to find the first scales of delayed scaling with."""
         torch.manual_seed(config.seed)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.config, self.divisor = config, config.grad_accum * parallel.world_size()
-        model = models.make_model(config, device, dtype, recipes.make(config))
-        self.kernels = models.describe(model)
-        self.model = self.forward = distribute(model, config.parallel, config.grad_accum)
-        self.casts_once = config.grad_accum > 1 and not config.compile and models.takes_argument(
-            model, "is_first_microbatch")
+        self.config, self.world_size = config, parallel.world_size()
+        self.model = self.forward = train.build_model(config, device)
+        self.kernels = models.describe(self.model)
         self.optimizer = make_optimizer(self.model, config)
         self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+        divisor = config.grad_accum * self.world_size
         if recipes.uses_delayed_scaling(self.model):
-            recipes.find_first_scales(self.model, batches, self.divisor)
-        self.fp8_state = FP8State(self.model)
-        self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
-        self.is_graph = config.is_graphable(recipes.has_fp8_gpu(device))
-        if self.is_graph:
-            self.run_forward_backward = CudaGraph(self.forward_backward, self.keep)
-            if self.optimizer.capturable:
-                self.run_update = CudaGraph(self.clip_and_step, self.keep)
+            recipes.find_first_scales(self.model, batches, divisor)
+        self.divisor = torch.tensor(float(divisor), device=device)
+        self.functions = train.make_step(config, self.model, self.optimizer, self.gradients, device)
+        self.update, self.fp8_state = self.functions.eager_update, self.functions.fp8_state
+        self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
 
-    def keep(self):
-        return [*recipes.kept_state(self.model), dict(vars(self.fp8_state))]
+    def forward_backward(self, batch, *, first: bool, last: bool, eager=False):
+        """Accumulate the gradients of a micro-batch; return this rank's share of the loss."""
+        functions = self.functions
+        run = functions.eager_forward_backward if eager else functions.forward_backward
+        return run(MicroBatch(batch, self.divisor), first=first, last=last)
 
-    def forward_backward(self, batch, *, first: bool, last: bool):
-        """Accumulate the gradients of one micro-batch; return this rank's share of the loss."""
-        if first:
-            self.fp8_state.save()
-        options = {"is_first_microbatch": first} if self.casts_once else {}
-        if self.config.compile and first:
-            torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
-        with self.gradients.accumulate(first, last):
-            loss = self.forward(*batch, **options) / self.divisor
-            loss.backward(1 + 0 * loss.detach())
-        return loss.detach()
-
-    def clip_and_step(self):
-        """Clip the gradients and update the weights; return the gradient norm before."""
-        self.gradients.set_grad()
-        return self.update()
-
-    def update(self):
-        norm = self.optimizer.clip_gradients(self.config.grad_clip)
-        self.fp8_state.restore(unless=norm.isfinite())
-        self.optimizer.step(skip=~norm.isfinite())
-        return norm
-
-    def __call__(self, batches, lr: float):
-        """Train one step; return the mean loss of this rank and the gradient norm, each () on the device."""
+    def __call__(self, batches, lr: float, eager=False):
+        """Train one step; return the mean loss of this rank and the gradient norm, each () on the device.
+        eager: launch forward and backward pass from Python."""
         self.optimizer.set_lr(lr)
-        last = len(batches) - 1
-        losses = [self.run_forward_backward(batch, first=i == 0, last=i == last)
-                  for i, batch in enumerate(batches)]
-        return sum(losses) * parallel.world_size(), self.run_update()
+        loss = 0
+        for i, batch in enumerate(batches):
+            loss += self.forward_backward(batch, first=i == 0, last=i == len(batches) - 1, eager=eager)
+        return loss * self.world_size, self.functions.update()

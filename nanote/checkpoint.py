@@ -98,7 +98,7 @@ def lock(run_dir):
 
 # ---------------------------------------------------------------- writing
 
-class Saver:
+class Checkpoints:
     """Save checkpoints in a thread, on every rank. Kept are the last `keep`, and an older `last_good`."""
 
     def __init__(self, run_dir, keep: int):

@@ -145,10 +145,13 @@ class TrainConfig:
             raise ValueError(f"{refusal.first(options)}: does not go with {refusal.others(options)}: "
                              f"{refusal.reason}; leave one of them out")
 
-    def is_graphable(self, has_fp8_gpu: bool) -> bool:
-        """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
+    def check_graphable(self, has_fp8_gpu: bool) -> None:
+        """Raise ValueError if --cuda-graph on is impossible here."""
         if self.cuda_graph == "on" and not has_fp8_gpu:
             raise ValueError("--cuda-graph on: there is no GPU with an FP8 engine here; leave the option out")
+
+    def uses_cuda_graph(self, has_fp8_gpu: bool) -> bool:
+        """Return whether steps are replayed as CUDA graphs."""
         is_refused = find_refusal(vars(self) | {"cuda_graph": "on"}, "cuda_graph") is not None
         return has_fp8_gpu and self.cuda_graph != "off" and not is_refused
 

@@ -226,7 +226,8 @@ class Log:
         if self.loader.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
             peak = peak_flops(self.loader.device)
-            mfu = tokens_per_s * self.flops / (peak * self.ranks.count) if peak and self.flops else None
+            if peak and self.flops and tokens_per_s > 0:  # 0: no step since the last record had a label
+                mfu = tokens_per_s * self.flops / (peak * self.ranks.count)
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
 
@@ -260,12 +261,15 @@ class Log:
             line += "  no label"
         else:
             line += f"  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}"
-        line += f"  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s"
+        line += f"  lr {record['lr']:.2e}"
+        has_trained = record["tokens_per_s"] > 0  # else nothing says how long a step takes
+        if has_trained:
+            line += f"  {record['tokens_per_s']:,.0f} tokens/s"
         for name, shown in SHOWN.items():
             if record.get(name) is not None:
                 line += "  " + shown.format(record[name])
         steps_left = self.config.max_steps - step
-        if steps_left > 0 and step > self.first_step:  # the first step may compile
+        if has_trained and steps_left > 0 and step > self.first_step:  # the first step may compile
             line += f"  ETA {tqdm.format_interval(steps_left * self.seconds_per_step)}"
         return line
 

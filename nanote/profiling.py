@@ -8,16 +8,36 @@ import torch
 from nanote import parallel
 
 
+def make_profiler(steps: str | None, folder, device: torch.device):
+    """Return a context manager of a function: `with profile(step):` profiles the steps of --profile."""
+    if not steps:
+        return contextlib.nullcontext(lambda step: contextlib.nullcontext())
+    return Profiler(steps, folder, device)
+
+
+def check_steps(steps: str | None) -> None:
+    """Raise ValueError for a --profile that is not START:STOP."""
+    if steps:
+        parse_steps(steps)
+
+
+def parse_steps(steps: str) -> tuple[int, int]:
+    """Return the first and the last step of START:STOP, or of a single step."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    if found:
+        first, last = int(found[1]), int(found[2] or found[1])
+        if 1 <= first <= last:
+            return first, last
+    raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+
+
 class Profiler(contextlib.ExitStack):
     """`with Profiler(...) as profile:` and `with profile(step):` trace the steps START:STOP, on rank 0. The
     device is synchronized before and after them, so the trace holds them completely, and no others."""
 
     def __init__(self, steps: str, folder, device: torch.device):
         super().__init__()
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
-        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= self.first <= self.last:
-            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+        self.first, self.last = parse_steps(steps)
         self.steps, self.path, self.device = steps, Path(folder, "profile"), device
         self.is_running = False
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +62,10 @@ def open_tokens(folder, split, verify=True):
 def open_array(path, dtype, count, checksum, verify):
     """Return a file of `count` numbers as a memory map. verify: compare its SHA-256 with `checksum`."""
     size = count * dtype.itemsize
-    if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
+    is_intact = size > 0 and path.stat().st_size == size
+    if is_intact and verify:
+        is_intact = sha256(path) == checksum
+    if not is_intact:
         raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
                          f"says {size} bytes with SHA-256 {checksum}; {REMAKE}")
     return np.memmap(path, dtype, "r")
@@ -76,38 +80,51 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
     work = target.with_name(f".{target.name}.tmp")
-    new, old, lock = work / "new", work / "old", None
+    new, old = work / "new", work / "old"
     try:
         lock = lock_folder(work)
         if lock is None:
             raise ValueError(f"{out_dir}: another process is writing it; wait for its end, or {advice}")
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        content = set(os.listdir(target)) if target.exists() else set()
-        if content - FILES:  # --force must not delete what data.py did not write
-            raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
-        if content and not force:
-            raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
-        for left in (new, old):  # by kill -9
-            shutil.rmtree(left, ignore_errors=True)
-        new.mkdir()
-        yield new
-        if content:
-            os.rename(target, old)
-        os.rename(new, target)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
-    finally:
-        if lock is not None:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            for left in (new, old):
-                shutil.rmtree(left, ignore_errors=True)
+        try:
+            put_back(old, target)
+            has_content = check_replaceable(target, out_dir, force)
+            remove_folders(new, old)  # left by kill -9
+            new.mkdir()
+            yield new
+            if has_content:
+                os.rename(target, old)
+            os.rename(new, target)
+        finally:
+            put_back(old, target)
+            remove_folders(new, old)
             Path(lock.name).unlink(missing_ok=True)  # the last: who makes it anew has the folder
             with suppress(OSError):
                 work.rmdir()
             lock.close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
+
+
+def check_replaceable(target, out_dir, force):
+    """Return whether a folder holds token files that may be replaced. ValueError if it may not be."""
+    content = set(os.listdir(target)) if target.exists() else set()
+    if content - FILES:  # --force must not delete what data.py did not write
+        raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
+    if content and not force:
+        raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
+    return bool(content)
+
+
+def put_back(old, target):
+    """Restore the folder that was being replaced, if its place is empty."""
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+
+
+def remove_folders(*folders):
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def lock_folder(folder):
@@ -156,7 +173,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                 files[f"{split}.bin"].write(tokens.astype(dtype))
                 if answers_only:
                     files[f"{split}.mask"].write(np.full(len(tokens), is_label, np.uint8))
-                counts["documents"] += not size  # the end of text
+                if size == 0:  # the end of text
+                    counts["documents"] += 1
                 counts[f"{split}_tokens"] += len(tokens)
                 counts[f"{split}_bytes"] += size
                 bar.update(size)
@@ -172,9 +190,13 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
 def write_meta(folder, encoder, dtype, **others):
     """Write meta.json of the files in `folder`, and return the meta dict."""
     meta = {"format": 1, "tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot,
-            "dtype": dtype.name, **({} if encoder.bos is None else {"bos": encoder.bos}), **others}
+            "dtype": dtype.name}
+    if encoder.bos is not None:
+        meta["bos"] = encoder.bos
+    meta |= others
     for path in sorted(folder.iterdir()):
-        meta[f"{path.name.removesuffix('.bin').replace('.', '_')}_sha256"] = sha256(path)
+        name = path.name.removesuffix(".bin").replace(".", "_")  # train, train_mask
+        meta[f"{name}_sha256"] = sha256(path)
     meta["sha256"] = meta_checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
@@ -217,16 +239,33 @@ def pieces_of(documents, val_fraction):
 def cut_end(folder, split, dtype, val_fraction, encoder, counts, has_mask):
     """Move the last tokens of a split, which holds all of them, to val.bin, and adjust `counts`."""
     length = counts[f"{split}_tokens"]
-    start = length - min(max(round(length * val_fraction), 1), length - 1)
-    for suffix, kind in (("bin", dtype), ("mask", np.dtype(np.uint8)))[:1 + has_mask]:
+    val_length = max(round(length * val_fraction), 1)
+    start = length - min(val_length, length - 1)  # a token is left for train
+    kinds = {"bin": dtype}
+    if has_mask:
+        kinds["mask"] = np.dtype(np.uint8)
+    for suffix, kind in kinds.items():
         os.replace(folder / f"{split}.{suffix}", folder / f"train.{suffix}")
         values = np.memmap(folder / f"train.{suffix}", kind, "r")
         values[start:].tofile(folder / f"val.{suffix}")
         os.truncate(folder / f"train.{suffix}", start * kind.itemsize)
     val_tokens = np.fromfile(folder / "val.bin", dtype)
-    total, val_bytes = counts["train_bytes"] + counts["val_bytes"], len(encoder.decode_bytes(val_tokens))
+    total = counts["train_bytes"] + counts["val_bytes"]
+    val_bytes = len(encoder.decode_bytes(val_tokens))
     counts |= {"train_tokens": start, "val_tokens": length - start,
                "train_bytes": total - val_bytes, "val_bytes": val_bytes}
+
+
+class MicroBatch(NamedTuple):
+    """What one forward and backward pass trains on: the model's inputs, and what its loss is divided by."""
+
+    # input_ids and labels, int64 (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32
+    # (max_documents + 1,): the start of each document or part of one in input_ids.flatten(), padded with its
+    # length.
+    inputs: tuple[torch.Tensor, ...]
+    # (), float32: the sum of loss / divisor over a step's micro-batches, those of all ranks, is the mean loss
+    # over the step's labels. A micro-batch with fewer labels has a larger divisor, one with none infinity.
+    divisor: torch.Tensor
 
 
 class Loader:
@@ -242,33 +281,44 @@ class Loader:
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
+        self.split, self.ranks, self.device = split, ranks, torch.device(device)
+        self.seed, self.seq_len = config.seed, config.seq_len
+        self.micro_batch_size, self.grad_accum = config.micro_batch_size, config.grad_accum
         self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
-        self.mask = None  # every token is a label
-        length, seq_len = len(self.tokens), config.seq_len
-        if checksum := self.meta.get(f"{split}_mask_sha256"):
-            path = Path(config.data, f"{split}.mask")
-            self.mask = open_array(path, np.dtype(np.uint8), length, checksum, verify=ranks.rank == 0)
-            if not self.mask[1:].any():
-                raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
+        self.mask = self._open_mask(config.data)
+        length, seq_len = len(self.tokens), self.seq_len
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
                              f"needs {seq_len + 1}; use a larger corpus or --seq-len {fitting}")
-        self.split, self.seq_len, self.micro_batch_size = split, seq_len, config.micro_batch_size
-        self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
+        if split == "train":  # one window less: any starting offset gives the same number of windows
+            self.num_windows = max(length // seq_len - 1, 1)
+        else:
+            self.num_windows = (length - 1) // seq_len
         self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
         self.tokens_per_step = self.samples_per_step * seq_len
         self.start_token = self.meta.get("bos", self.meta["eot"])  # of a document
         self.max_documents = 0  # in a micro-batch
         if config.pack_documents:
             self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.start_token, seq_len)
-        self.device = torch.device(device)
-        # train: one window less, so that any starting offset gives the same number of windows
-        self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
+        # without a mask every micro-batch has as many labels
+        self.equal_divisor = torch.tensor(float(self.grad_accum * ranks.count), device=self.device)
         self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
         self._label_counts = lru_cache(1)(self._label_counts)
         self.start_at(1, 0)
         self._thread = ThreadPoolExecutor(1, "loader")
+
+    def _open_mask(self, data):
+        """Return 1 for each token that is a label, 0 for others, as a memory map; None: all tokens are."""
+        checksum = self.meta.get(f"{self.split}_mask_sha256")
+        if checksum is None:
+            return None
+        path = Path(data, f"{self.split}.mask")
+        verify = self.ranks.rank == 0
+        mask = open_array(path, np.dtype(np.uint8), len(self.tokens), checksum, verify)
+        if not mask[1:].any():
+            raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
+        return mask
 
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
@@ -279,13 +329,16 @@ class Loader:
         self._sample_of_step_0 = sample - step * self.samples_per_step  # may be negative
         self._prefetched = {}  # {step: future}, at most one
 
-    def continue_from(self, source, saved):
-        """Let the step after the checkpoint `source` read what the run has not read. saved: its meta.json.
-        The windows of an epoch and their order depend on the tokens, on seq_len and on the seed."""
-        step, options = saved["step"], saved["config"]
-        samples = saved.get("samples", step * self.samples_per_step)  # version 0.1 does not count them
-        before, now = (meta.get("train_sha256") for meta in (saved.get("corpus", self.meta), self.meta))
-        if samples and before != now:
+    def continue_from(self, source, resumed_meta):
+        """Let the step after the checkpoint `source` read what the run has not read.
+
+        The windows of an epoch and their order depend on the tokens, on seq_len and on the seed.
+        resumed_meta: meta.json of the checkpoint."""
+        step, options = resumed_meta["step"], resumed_meta["config"]
+        # version 0.1 counts no samples, and stores no checksums of the tokens
+        samples = resumed_meta.get("samples", step * self.samples_per_step)
+        corpus = resumed_meta.get("corpus", self.meta)
+        if samples and corpus.get("train_sha256") != self.meta.get("train_sha256"):
             samples = 0
             if self.ranks.rank == 0:
                 print(f"--data: other tokens than those that {source} has read: read from their start")
@@ -299,68 +352,80 @@ class Loader:
         self.start_at(step + 1, samples)
 
     def batches(self, step):
-        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
-        (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents + 1,): the
-        start of each document or part of one in input_ids.flatten(), padded with its length."""
+        """Return the grad_accum micro-batches of a step, counted from 1, on the device."""
         future = self._prefetched.get(step) or self._thread.submit(self._read, step)
         self._prefetched = {step + 1: self._thread.submit(self._read, step + 1)}
-        return [tuple(tensor.to(self.device, non_blocking=True) for tensor in batch)
-                for batch in future.result()]
+        micro_batches = []
+        for tensors, divisor in zip(future.result(), self._divisors(step)):
+            inputs = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+            micro_batches.append(MicroBatch(inputs, divisor))
+        return micro_batches
 
-    def divisors(self, step):
-        """Return (divisor,) of the mean loss of each micro-batch of a step: the sum of all micro-batches of
-        all ranks is then the mean over the step's labels. () without a mask: all have as many labels."""
+    def _divisors(self, step):
+        """Return the divisor of the mean loss of each micro-batch of a step; see MicroBatch."""
         if self.mask is None:
-            return [()] * self.grad_accum
-        counts = self._label_counts(self.samples_before(step))
-        divisors = [max(1, counts.sum()) / own if own else np.inf for own in counts[:, self.ranks.rank]]
-        return [(torch.tensor(value).float().to(self.device, non_blocking=True),) for value in divisors]
+            return [self.equal_divisor] * self.grad_accum
+        label_counts = self._label_counts(self.samples_before(step))
+        total = max(1, label_counts.sum())
+        divisors = [total / count if count > 0 else np.inf for count in label_counts[:, self.ranks.rank]]
+        return torch.tensor(divisors, dtype=torch.float32).to(self.device, non_blocking=True).unbind()
 
     def has_labels(self, step):
         """Return whether any token of a step, of all its micro-batches and ranks, is a label."""
         return self.mask is None or bool(self._label_counts(self.samples_before(step)).any())
 
     def evaluation(self, tokens):
-        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split. They are whole
-        windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do not
-        count are -100. Every rank gets its part of the windows and the same number of batches."""
+        """Yield (the model's inputs, number of labels that count) for `tokens` tokens of the split. They are
+        whole windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do
+        not count are -100. Every rank gets its part of the windows and the same number of batches."""
         total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
         count = min((tokens - 1) // self.seq_len + 1, total)
         batches = (count - 1) // (self.micro_batch_size * self.ranks.count) + 1
+        last_start = len(self.tokens) - 1 - self.seq_len
         for index in range(batches):
             first = (index * self.ranks.count + self.ranks.rank) * self.micro_batch_size
             numbers = range(first, first + self.micro_batch_size)
             starts = [min(number, count - 1) * total // count * self.seq_len for number in numbers]
             # The last window of the split ends with its last token; its first labels are another window's.
-            moved = [min(start, len(self.tokens) - 1 - self.seq_len) for start in starts]
-            inputs, labels, *packing = self._micro_batch(np.array(moved))
+            moved = [min(start, last_start) for start in starts]
+            input_ids, labels, *packing = self._tensors_of(np.array(moved))
             for row, number in enumerate(numbers):
-                labels[row, :starts[row] - moved[row] if number < count else None] = -100
-            batch = [tensor.to(self.device, non_blocking=True) for tensor in (inputs, labels, *packing)]
-            yield batch, int((labels != -100).sum())
+                if number < count:
+                    labels[row, :starts[row] - moved[row]] = -100
+                else:  # a row for which no window is left
+                    labels[row] = -100
+            inputs = tuple(tensor.to(self.device, non_blocking=True)
+                           for tensor in (input_ids, labels, *packing))
+            yield inputs, int((labels != -100).sum())
 
     def _read(self, step):
-        """Return the micro-batches of a step in host memory."""
+        """Return the tensors of each micro-batch of a step in host memory."""
         first, micro_batches = self.samples_before(step), []
         for number in range(self.ranks.rank, self.grad_accum * self.ranks.count, self.ranks.count):
             sample = first + number * self.micro_batch_size
-            tensors = self._micro_batch(self._starts(range(sample, sample + self.micro_batch_size)))
-            if self.mask is not None and (tensors[1] == -100).all():
-                tensors[1][0, 0] = 0  # the mean over no label is NaN; `divisors` gives this one no weight
+            tensors = self._tensors_of(self._starts(range(sample, sample + self.micro_batch_size)))
+            labels = tensors[1]
+            if self.mask is not None and (labels == -100).all():
+                labels[0, 0] = 0  # the mean over no label is NaN; an infinite divisor gives it no weight
             micro_batches.append(tensors)
         return micro_batches
 
     def _label_counts(self, first):
-        """Return the labels of each micro-batch of each rank, (grad_accum, ranks), of the step that begins
-        with the sample `first`."""
+        """Return the number of labels of each micro-batch of each rank, (grad_accum, ranks), of the step that
+        begins with the sample `first`."""
         starts = self._starts(range(first, first + self.samples_per_step))
-        labels = self.mask[starts[:, None] + np.arange(1, self.seq_len + 1)].sum(1, dtype=np.int64)
-        return labels.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
+        positions = starts[:, None] + np.arange(1, self.seq_len + 1)
+        counts = self.mask[positions].sum(1, dtype=np.int64)
+        return counts.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
 
     def _starts(self, samples):
         """Return where the windows of these samples begin."""
-        epochs = [(self._epoch(sample // self.num_windows), sample % self.num_windows) for sample in samples]
-        return np.array([offset + order[window] * self.seq_len for (offset, order), window in epochs])
+        starts = []
+        for sample in samples:
+            offset, order = self._epoch(sample // self.num_windows)
+            window = order[sample % self.num_windows]
+            starts.append(offset + window * self.seq_len)
+        return np.array(starts)
 
     def _epoch(self, epoch):
         """Return (starting offset in tokens, order of the windows), from raw bits that numpy guarantees."""
@@ -369,22 +434,33 @@ class Loader:
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
         return offset, np.argsort(bits[1:], kind="stable")
 
-    def _micro_batch(self, starts):
+    def _tensors_of(self, starts):
         """Return input_ids, labels and perhaps cu_seqlens of the windows that begin at `starts`."""
         positions = starts[:, None] + np.arange(self.seq_len + 1)
         windows = self.tokens[positions]
-        tensors = [torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:])]
+        input_ids = torch.from_numpy(windows[:, :-1].astype(np.int64))
+        labels = torch.from_numpy(windows[:, 1:].astype(np.int64))
         if self.mask is not None:
-            tensors[1][torch.from_numpy(self.mask[positions[:, 1:]] == 0)] = -100
+            is_label = torch.from_numpy(self.mask[positions[:, 1:]])
+            labels[is_label == 0] = -100
+        tensors = [input_ids, labels]
         if self.max_documents:
-            documents = document_starts(tensors[0], self.start_token)
-            cu_seqlens = torch.full((self.max_documents + 1,), tensors[0].numel(), dtype=torch.int32)
+            documents = document_starts(input_ids, self.start_token)
+            cu_seqlens = torch.full((self.max_documents + 1,), input_ids.numel(), dtype=torch.int32)
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a new thread starts on GPU 0, another rank's
                 tensors = [tensor.pin_memory() for tensor in tensors]
         return tensors
+
+
+def check_tokenizer(data, tokenizer, expected):
+    """Raise ValueError unless the tokens of the folder `data` are those of a run's tokenizer, `expected`."""
+    from nanote.tokenizers import same_tokenizer  # a new run needs none
+    if not same_tokenizer(tokenizer, expected):
+        raise ValueError(f"--data {data}: tokenized with {tokenizer}, but the run uses {expected}; name a "
+                         "folder tokenized with that")
 
 
 def document_starts(input_ids, start_token):

@@ -49,11 +49,11 @@ def trained(steps=3, **options):
 
 def save(run, number, model, optimizer, keep=9, skipped=()):
     Path(run).mkdir(exist_ok=True)
-    saver = checkpoint.Saver(run, keep)
+    checkpoints = checkpoint.Checkpoints(run, keep)
     meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
-    saver.save(number, model, optimizer, meta, skipped)
-    saver.wait()
-    if error := saver.error():
+    checkpoints.save(number, model, optimizer, meta, skipped)
+    checkpoints.wait()
+    if error := checkpoints.error():
         raise error
     return Path(run, f"step-{number}")
 
@@ -143,12 +143,12 @@ def test_remainders_restore_masters_bit_for_bit():
 def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path):
     model, optimizer = trained()
     expected = load_file(shard(save(tmp_path / "before", 3, model, optimizer)))
-    saver = checkpoint.Saver(tmp_path, 3)
-    saver.save(3, model, optimizer, {})
+    checkpoints = checkpoint.Checkpoints(tmp_path, 3)
+    checkpoints.save(3, model, optimizer, {})
     for tensor in (*model.parameters(), *optimizer.state[model.wte.weight].values()):
         tensor.data.zero_()
-    saver.save(4, model, optimizer, {})  # waits for the one before
-    saver.close()
+    checkpoints.save(4, model, optimizer, {})  # waits for the one before
+    checkpoints.close()
     assert_same_tensors(load_file(shard(tmp_path / "step-3")), expected)
 
 
@@ -248,14 +248,14 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(tmp_path):
 def fill_disk_of_rank_1(run):
     model, optimizer = make()
     run.mkdir(exist_ok=True)
-    saver = checkpoint.Saver(run, 1)
+    checkpoints = checkpoint.Checkpoints(run, 1)
     with largest_file(9_000) if dist.get_rank() == 1 else contextlib.nullcontext():
-        saver.save(1, model, optimizer, {})
-        saver.wait()
-    assert "File too large" in str(saver.error()), "on both ranks"
-    saver.save(2, model, optimizer, {})
-    saver.wait()
-    assert saver.error() is None
+        checkpoints.save(1, model, optimizer, {})
+        checkpoints.wait()
+    assert "File too large" in str(checkpoints.error()), "on both ranks"
+    checkpoints.save(2, model, optimizer, {})
+    checkpoints.wait()
+    assert checkpoints.error() is None
 
 
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path):

@@ -117,15 +117,30 @@ COMMANDS = [path for folder in (".", "tools", "bench") for path in sorted((ROOT 
             if "run_command(" in path.read_text()]
 
 
+INTERRUPTED = """import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    os._exit(9)
+time.sleep(60)
+"""
+
+
+def run_interrupted(path, folder) -> tuple:
+    """Run a command whose first import of a library sends SIGINT; return its exit code and its output."""
+    for name in ("torch", "numpy", "tyro", "yaml", "pytest"):
+        (folder / f"{name}.py").write_text(INTERRUPTED)
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, path], cwd=folder, capture_output=True, text=True, timeout=50,
+                          env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
-    """Their imports take seconds: here the first one of a library sends the signal."""
-    for name in ("torch", "numpy", "tyro", "yaml", "pytest"):
-        (tmp_path / f"{name}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\n"
-                                             "time.sleep(60)")
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=50,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    """Imports take seconds. SIGINT stays ignored under nohup, or after & in a script."""
+    assert run_interrupted(path, tmp_path) == (-signal.SIGINT, "", "")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits
+    assert run_interrupted(path, tmp_path) == (9, "", "")
 
 
 def test_training_needs_no_streams_and_no_triton(world, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import te_reference
-from bench.step import Step, forget_models, make_batches
+from bench.step import Training, forget_models, make_batches
 from nanote import models, recipes
 from nanote.config import TrainConfig
 from trainer_tools import OPTIONS, ROOT, metrics, run_train
@@ -248,7 +248,7 @@ def train_on_gpu(name, recipe, **options):
     forget_models()
     config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
     batches = make_batches(config, torch.device(DEVICE))
-    step = Step(config, torch.device(DEVICE), batches)
+    step = Training(config, torch.device(DEVICE), batches)
     return torch.tensor([[value.item() for value in step(batches, config.lr)] for _ in range(4)])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.step import Step, forget_models
+from bench.step import Training, forget_models
 from nanote.config import TrainConfig
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def train(**options):
     """Return the loss of the last step, and how far each parameter has moved."""
     forget_models()
     batches = list(make_batches())
-    step = Step(dataclasses.replace(SMALL, **options), torch.device("cuda"), batches[:1])
+    step = Training(dataclasses.replace(SMALL, **options), torch.device("cuda"), batches[:1])
     parameters = dict(step.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for batch in batches:

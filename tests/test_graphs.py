@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from bench.step import Step, forget_models
+import train
+from bench.step import Training, forget_models
 from nanote import chunked_loss, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients
@@ -22,27 +23,31 @@ def batch(seed=0, seq_len=128):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-class Training(Step):
-    """A training step on random tokens, as the loop of train.py makes it, with CUDA graphs or without."""
-
-    def __init__(self, graphs=True, **options):
-        options["cuda_graph"] = "on" if graphs else "off"
-        super().__init__(TrainConfig(seed=0, **SMALL | options), torch.device("cuda"), [batch()])
-
-    def capture(self):
-        return CudaGraph(self.forward_backward, keep=lambda: recipes.kept_state(self.model))
-
-    def step(self, number, seq_len=128, run=None):
-        """Train one step; return (loss, norm)."""
-        run, count = run or self.run_forward_backward, self.config.grad_accum
-        self.optimizer.set_lr(1e-3)
-        loss = sum(run(batch(100 * number + i, seq_len), first=i == 0, last=i == count - 1)
-                   for i in range(count))
-        return loss.item(), self.run_update().item()
+def make_training(graphs=True, **options):
+    """Make a small model and the functions of train.py's step, with CUDA graphs or without."""
+    config = TrainConfig(seed=0, cuda_graph="on" if graphs else "off", **SMALL | options)
+    return Training(config, torch.device("cuda"), [batch()])
 
 
-def trained(training, steps=8):
-    return [figure for number in range(steps) for figure in training.step(number)]
+def train_step(training, number, seq_len=128, eager=False):
+    """Train one step on random tokens; return [loss, norm]."""
+    batches = [batch(100 * number + i, seq_len) for i in range(training.config.grad_accum)]
+    return [value.item() for value in training(batches, 1e-3, eager)]
+
+
+def train_steps(training, numbers=range(8)):
+    """Train steps; return the loss and norm of each, in one list."""
+    figures = []
+    for number in numbers:
+        figures += train_step(training, number)
+    return figures
+
+
+def losses_of_six_calls(training):
+    """Return the different losses of six calls on one batch, without an update."""
+    training.optimizer.set_lr(0.0)
+    losses = [training.forward_backward(batch(), first=True, last=True) for _ in range(6)]
+    return {loss.item() for loss in losses}
 
 
 RUNS = {
@@ -55,52 +60,51 @@ RUNS = {
 @gpu
 @pytest.mark.parametrize("run", RUNS)
 def test_graphs_give_the_numbers_of_eager_steps(run):
-    eager, graphed = Training(graphs=False, **RUNS[run]), Training(**RUNS[run])
-    expected = trained(eager)
-    assert trained(graphed) == pytest.approx(expected, rel=2e-4)
+    expected = train_steps(make_training(graphs=False, **RUNS[run]))
+    assert train_steps(make_training(**RUNS[run])) == pytest.approx(expected, rel=2e-4)
     assert expected[0] != expected[-1]
 
 
 @gpu
 def test_dropout_differs_between_replays():
-    training = Training(dropout=0.5)
-    training.optimizer.set_lr(0.0)
-    losses = {training.run_forward_backward(batch(), first=True, last=True).item() for _ in range(6)}
-    assert len(losses) == 6
+    assert len(losses_of_six_calls(make_training(dropout=0.5))) == 6
 
 
 @gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("between", ["zero_grad", "a step without graphs", "another backward pass"])
 def test_what_happens_between_steps_changes_nothing(optimizer, between):
-    expected = trained(Training(optimizer=optimizer))
-    training, found = Training(optimizer=optimizer), []
+    expected = train_steps(make_training(optimizer=optimizer))
+    training, found = make_training(optimizer=optimizer), []
     for number in range(8):
-        run = training.forward_backward if between == "a step without graphs" and number % 3 == 0 else None
         if between == "zero_grad":
             training.model.zero_grad()
         elif between == "another backward pass":
             with recipes.preserved_state(training.model):
                 (100 * training.model(*batch(7))).backward()
-        found.extend(training.step(number, run=run))
+        without_graphs = between == "a step without graphs" and number % 3 == 0
+        found += train_step(training, number, eager=without_graphs)
     assert found == pytest.approx(expected, rel=2e-4)
 
 
 @gpu
 def test_steps_of_two_lengths_share_one_model():
-    eager, graphed = Training(graphs=False, optimizer="muon"), Training(optimizer="muon")
-    graphs = {length: graphed.capture() for length in (64, 128)}
+    """Each length has graphs of its own."""
+    eager, graphed = make_training(graphs=False, optimizer="muon"), make_training(optimizer="muon")
+    parts = graphed.config, graphed.model, graphed.optimizer, graphed.gradients, torch.device("cuda")
+    functions = {length: train.make_step(*parts) for length in (64, 128)}
     for number in range(8):
         length = 64 if number % 2 else 128
-        expected = eager.step(number, length)
-        assert graphed.step(number, length, graphs[length]) == pytest.approx(expected, rel=2e-4)
+        graphed.functions = functions[length]
+        expected = train_step(eager, number, length)
+        assert train_step(graphed, number, length) == pytest.approx(expected, rel=2e-4)
 
 
 @gpu
 @pytest.mark.parametrize("name", ["auto", "optimized"])
 def test_replays_write_no_memory_of_others(name):
-    training = Training(grad_accum=3, model=name)
-    trained(training, 4)
+    training = make_training(grad_accum=3, model=name)
+    train_steps(training, range(4))
     model = training.model
     other = {"fp8_recipe": "current"} if name == "optimized" else {"fp8_amax_history_len": 16}
     delayed, model.fp8_recipe = model.fp8_recipe, recipes.make(TrainConfig(**other))
@@ -110,51 +114,48 @@ def test_replays_write_no_memory_of_others(name):
     model.train()
     model.fp8_recipe = delayed
     foreign = [torch.full((1 + 3001 * i % 200_000,), float(i), device="cuda") for i in range(1000)]
-    for number in range(4, 8):
-        training.step(number)
+    train_steps(training, range(4, 8))
     assert all((tensor == i).all() for i, tensor in enumerate(foreign))
 
 
 @gpu
 def test_a_setting_changed_after_capture_is_harmless():
-    training = Training(model="optimized")
-    expected = trained(Training(model="optimized"))
-    found = trained(training, 4)
+    training = make_training(model="optimized")
+    expected = train_steps(make_training(model="optimized"))
+    found = train_steps(training, range(4))
     chunked_loss.chunk_loss(training.model, 2)
     with torch.no_grad(), recipes.preserved_state(training.model):
         training.model(*batch())
-    found += [figure for number in range(4, 8) for figure in training.step(number)]
+    found += train_steps(training, range(4, 8))
     assert found == pytest.approx(expected, rel=2e-4)
 
 
 @gpu
 def test_recapture_follows_a_change():
-    training = Training(model="optimized", fp8_recipe="none", dropout=0.0)
-    trained(training, 4)
+    training = make_training(model="optimized", fp8_recipe="none", dropout=0.0)
+    train_steps(training, range(4))
     for block in training.model.blocks:
         block.dropout.p = 0.9
-    training.run_forward_backward.recapture()
-    training.optimizer.set_lr(0.0)
-    losses = {training.run_forward_backward(batch(), first=True, last=True).item() for _ in range(6)}
-    assert len(losses) == 6
+    training.functions.forward_backward.recapture()
+    assert len(losses_of_six_calls(training)) == 6
 
 
 @gpu
 def test_another_shape_is_refused():
-    training = Training()
-    trained(training, 3)
+    training = make_training()
+    train_steps(training, range(3))
     with pytest.raises(ValueError, match=r"\(4, 64\) torch.int64.*the graph is for.*\(4, 128\)"):
-        training.step(3, seq_len=64)
+        train_step(training, 3, seq_len=64)
 
 
 @gpu
 def test_a_step_that_is_not_finite_changes_nothing():
-    training = Training(fp8_recipe="none")
-    trained(training, 4)
+    training = make_training(fp8_recipe="none")
+    train_steps(training, range(4))
     before = copy.deepcopy(training.model.state_dict())
     for view in training.gradients.views.values():
         view.fill_(float("nan"))
-    assert not torch.isfinite(training.run_update())
+    assert not torch.isfinite(training.functions.update())
     after = training.model.state_dict()
     parameters = [name for name, _ in training.model.named_parameters()]
     assert all(torch.equal(after[name], before[name]) for name in parameters)
@@ -178,7 +179,7 @@ def test_models_that_are_deleted_leave_no_memory(name):
     """Each with its float32 gradients, optimizer and graphs: 13 MiB of gradients alone."""
     left = []
     for _ in range(4):
-        trained(Training(n_layer=4, grad_accum=2, model=name), 4)
+        train_steps(make_training(n_layer=4, grad_accum=2, model=name), range(4))
         forget_models()
         torch.cuda.empty_cache()
         left.append(torch.cuda.memory_allocated())
@@ -213,6 +214,9 @@ def test_on_is_refused_where_graphs_are_impossible():
     with pytest.raises(ValueError, match="--cuda-graph on: does not go with --compile: --compile-mode"):
         TrainConfig(cuda_graph="on", compile=True).check()
     with pytest.raises(ValueError, match="--cuda-graph on: there is no GPU.*leave the option out"):
-        TrainConfig(cuda_graph="on").is_graphable(has_fp8_gpu=False)
-    assert not TrainConfig().is_graphable(has_fp8_gpu=False) and TrainConfig().is_graphable(has_fp8_gpu=True)
-    assert not TrainConfig(attn_dropout=0.1).is_graphable(has_fp8_gpu=True)
+        TrainConfig(cuda_graph="on").check_graphable(has_fp8_gpu=False)
+    TrainConfig(cuda_graph="on").check_graphable(has_fp8_gpu=True)
+    assert TrainConfig().uses_cuda_graph(has_fp8_gpu=True)
+    assert not TrainConfig().uses_cuda_graph(has_fp8_gpu=False)
+    assert not TrainConfig(cuda_graph="off").uses_cuda_graph(has_fp8_gpu=True)
+    assert not TrainConfig(attn_dropout=0.1).uses_cuda_graph(has_fp8_gpu=True)

@@ -49,10 +49,10 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
     adamw = torch.optim.AdamW(net.parameters())
     for p in net.parameters():
         adamw.state[p] = {"master_param": p.detach().float() * 1.001}
-    saver = checkpoint.Saver(Path(run), keep=1)
-    saver.save(7, net, optimizers.Optimizer(net, adamw), {
+    checkpoints = checkpoint.Checkpoints(Path(run), keep=1)
+    checkpoints.save(7, net, optimizers.Optimizer(net, adamw), {
         "config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte"})
-    saver.close()
+    checkpoints.close()
 
 
 def load_run(run):

@@ -231,7 +231,7 @@ class Recorded(Loader):
     def batches(self, step):
         batches = super().batches(step)
         if self.split == "train":
-            Recorded.read += [row.tolist() for inputs, *_ in batches for row in inputs]
+            Recorded.read += [row.tolist() for batch in batches for row in batch.inputs[0]]
         return batches
 
 
@@ -257,7 +257,7 @@ def windows_of(loader_options: dict, first: int, last: int) -> list:
     """Return the samples from `first` to before `last` of an uninterrupted run."""
     config = TrainConfig(micro_batch_size=1, seq_len=64, grad_accum=last, **loader_options)
     batches = Loader(config, "train", Ranks()).batches(1)
-    windows = [inputs[0].tolist() for inputs, *_ in batches]
+    windows = [batch.inputs[0][0].tolist() for batch in batches]
     return windows[first:]
 
 

@@ -7,13 +7,13 @@ import torch
 import model_te_optimized
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.tokens import write_tokens
-from trainer_tools import MODERN, OPTIONS, metrics, run_train
+from trainer_tools import MODERN, OPTIONS, losses, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
-# two rows of 32 tokens; a document of one token; one that fills the end of a row
-STARTS = [0, 5, 6, 30, 32, 48]
-PADDED = torch.tensor([*STARTS, 64, 64, 64], dtype=torch.int32, device=DEVICE)  # as a loader pads it
+# Two rows of 32 tokens; a document of one token; one that fills the end of a row.
+DOCUMENTS = [(0, 5), (5, 6), (6, 30), (30, 32), (32, 48), (48, 64)]
+CU_SEQLENS = [0, 5, 6, 30, 32, 48, 64, 64, 64]  # padded, as by a loader
 
 
 def make(**switches):
@@ -29,6 +29,17 @@ def tokens():
     return torch.randint(0, 288, (2, 32), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
 
 
+def as_cu_seqlens(starts):
+    return torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+
+
+def with_other_tokens(x, start, end):
+    """Return token ids that differ from x in x.flatten()[start:end]."""
+    changed = x.clone().flatten()
+    changed[start:end] = (changed[start:end] + 7) % 288
+    return changed.view_as(x)
+
+
 FLASH = pytest.param("flash", marks=pytest.mark.skipif(
     model_te_optimized.flash_attn_func is None, reason="needs FlashAttention"))
 every_model = pytest.mark.parametrize("switches", [{}, MODERN | dict(n_kv_head=2)], ids=["gpt2", "modern"])
@@ -40,46 +51,64 @@ every_kernel = pytest.mark.parametrize("attention", ["sdpa", "te"])
 def test_a_packed_batch_is_its_documents_run_alone(switches, attention):
     model, x = make(attention=attention, **switches).eval(), tokens()
     with torch.no_grad():
-        packed = model(x, cu_seqlens=PADDED).flatten(0, 1)
-        for start, end in zip(STARTS, [*STARTS[1:], 64]):
-            alone = model(x.flatten()[None, start:end])[0]
-            torch.testing.assert_close(packed[start:end], alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
+        packed = model(x, cu_seqlens=as_cu_seqlens(CU_SEQLENS)).flatten(0, 1)
+        for start, end in DOCUMENTS:
+            document = x.flatten()[start:end].unsqueeze(0)
+            expected = model(document)[0]
+            tolerance = 1e-5 * float(expected.abs().max())
+            torch.testing.assert_close(packed[start:end], expected, rtol=0, atol=tolerance)
 
 
 @every_model
 @every_kernel
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_token_sees_another_document(switches, attention, fp8):
-    """Bit for bit; in FP8 as well, whose scales under delayed scaling do not depend on the batch. Without
-    cu_seqlens, rows are documents."""
+    """Bit for bit; in FP8 as well, whose scales under delayed scaling do not depend on the batch."""
     model, x = make(attention=attention, use_fp8=fp8, **switches).eval(), tokens()
-    rows = torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = as_cu_seqlens(CU_SEQLENS)
     with torch.no_grad():
-        packed, of_rows = model(x, cu_seqlens=PADDED), model(x)
-        for start, end in zip(STARTS, [*STARTS[1:], 64]):
-            changed = x.clone().flatten()
-            changed[start:end] = (changed[start:end] + 7) % 288
-            same = (packed == model(changed.view(2, 32), cu_seqlens=PADDED)).all(-1).flatten()
-            assert not same[start:end].any() and same[:start].all() and same[end:].all()
-        assert not torch.equal(of_rows[0], packed[0])
-        torch.testing.assert_close(model(x, cu_seqlens=rows), of_rows, rtol=0, atol=1e-5)
+        expected = model(x, cu_seqlens=cu_seqlens)
+        for start, end in DOCUMENTS:
+            found = model(with_other_tokens(x, start, end), cu_seqlens=cu_seqlens)
+            is_same = (found == expected).all(-1).flatten()  # for each token
+            assert not is_same[start:end].any()
+            assert is_same[:start].all() and is_same[end:].all()
+
+
+@every_model
+@every_kernel
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_are_documents_without_cu_seqlens(switches, attention, fp8):
+    model, x = make(attention=attention, use_fp8=fp8, **switches).eval(), tokens()
+    with torch.no_grad():
+        rows = model(x)
+        packed_rows = model(x, cu_seqlens=as_cu_seqlens([0, 32, 64]))
+        packed = model(x, cu_seqlens=as_cu_seqlens(CU_SEQLENS))
+    torch.testing.assert_close(packed_rows, rows, rtol=0, atol=1e-5)
+    assert not torch.equal(packed[0], rows[0])
 
 
 @every_model
 def test_gradients_stay_inside_a_document(switches):
-    model, x = make(**switches), tokens()
-    seen = {}
-    model.blocks[0].register_forward_pre_hook(
-        lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad())
-    model(x, cu_seqlens=PADDED).flatten(0, 1)[20].sum().backward()  # a token of the third document
-    reached = seen["x"].grad.flatten(0, 1).abs().sum(-1) > 0
-    assert reached[6:21].all() and not reached[:6].any() and not reached[21:].any()
+    model, seen = make(**switches), []
+
+    def keep_gradient(block, inputs):
+        embeddings = inputs[0]
+        embeddings.retain_grad()
+        seen.append(embeddings)
+
+    model.blocks[0].register_forward_pre_hook(keep_gradient)
+    logits = model(tokens(), cu_seqlens=as_cu_seqlens(CU_SEQLENS)).flatten(0, 1)
+    logits[20].sum().backward()  # a token of the third document, which begins at 6
+    has_gradient = seen[0].grad.flatten(0, 1).abs().sum(-1) > 0
+    assert has_gradient[6:21].all()
+    assert not has_gradient[:6].any() and not has_gradient[21:].any()
 
 
 def test_generation_knows_one_document():
     model = make().eval()
     with pytest.raises(ValueError, match="drop cu_seqlens"):
-        model(tokens(), cu_seqlens=PADDED, kv_cache=model.make_kv_cache(2, 64))
+        model(tokens(), cu_seqlens=as_cu_seqlens(CU_SEQLENS), kv_cache=model.make_kv_cache(2, 64))
 
 
 @pytest.mark.gpu
@@ -90,15 +119,17 @@ def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
     """In BF16, with empty documents at the end, forward and backward: every kernel against PyTorch's with a
     mask."""
     x, y = (torch.randint(0, 288, (4, 256), device="cuda") for _ in range(2))
-    starts = torch.tensor([0, 1, 100, 256, 512, 700, 701, 768, *[1024] * 9], dtype=torch.int32, device="cuda")
-    results = []
-    for kernel in ("sdpa", attention):
+    cu_seqlens = as_cu_seqlens([0, 1, 100, 256, 512, 700, 701, 768] + [1024] * 9)
+
+    def loss_and_gradients(kernel):
         model = make(attention=kernel, n_positions=256, head_dim=head_dim, **switches).bfloat16()
-        loss = model(x, y, starts)
+        loss = model(x, y, cu_seqlens)
         loss.backward()
-        results.append([loss.detach().float(), *(p.grad.float() for p in model.parameters())])
-    for ours, truth in zip(results[1], results[0]):
-        assert float((ours - truth).norm() / truth.norm().clamp(min=1e-6)) < 3e-2
+        return [loss.detach().float(), *(p.grad.float() for p in model.parameters())]
+
+    for found, expected in zip(loss_and_gradients(attention), loss_and_gradients("sdpa")):
+        distance = (found - expected).norm() / expected.norm().clamp(min=1e-6)
+        assert float(distance) < 3e-2
 
 
 @pytest.mark.gpu
@@ -106,12 +137,13 @@ def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
 def test_no_token_sees_another_document_on_a_gpu(attention):
     model = make(attention=attention, n_positions=256, head_dim=64, n_kv_head=2, **MODERN).bfloat16().eval()
     x = torch.randint(0, 288, (2, 256), device="cuda")
-    changed = x.clone()
-    changed[0, 100:200] = (changed[0, 100:200] + 7) % 288
-    starts = torch.tensor([0, 100, 200, 256, 300, 512, 512], dtype=torch.int32, device="cuda")
+    cu_seqlens = as_cu_seqlens([0, 100, 200, 256, 300, 512, 512])
     with torch.no_grad():
-        same = (model(x, cu_seqlens=starts) == model(changed, cu_seqlens=starts)).all(-1).flatten()
-    assert same[:100].all() and same[200:].all() and not same[100:200].any()
+        expected = model(x, cu_seqlens=cu_seqlens)
+        found = model(with_other_tokens(x, 100, 200), cu_seqlens=cu_seqlens)
+    is_same = (found == expected).all(-1).flatten()  # for each token
+    assert not is_same[100:200].any()
+    assert is_same[:100].all() and is_same[200:].all()
 
 
 @pytest.mark.gpu
@@ -125,8 +157,7 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
         f"--pack-documents --attention {attention} --fp8-recipe {recipe}")
     for name in ("on", "off"):
         assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
-    on, off = (torch.tensor([line["loss"] for line in metrics(tmp_path / name)]) for name in ("on", "off"))
-    torch.testing.assert_close(on, off, rtol=5e-3, atol=0)
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=5e-3)
 
 
 # ---- the trainer

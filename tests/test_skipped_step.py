@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.step import Step, forget_models
+from bench.step import Training, forget_models
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model
 from nanote import logs, parallel, recipes
 from nanote.config import TrainConfig
@@ -35,7 +35,7 @@ def make_step(**options):
     if HAS_GPU:
         torch.cuda.set_device(device)
     config = TrainConfig(**(LARGE if HAS_GPU else SIZE) | options)
-    return Step(config, device, make_batches(config, 0))
+    return Training(config, device, make_batches(config, 0))
 
 
 def make_batches(config, number):
@@ -67,13 +67,13 @@ EVENTS = {
 
 def train_one(step, number, event=None, spoiled=0, eager=False):
     """Train a step, in which an event spoils one micro-batch; return (loss, gradient norm)."""
-    run = step.forward_backward if eager else step.run_forward_backward
     count, losses = step.config.grad_accum, []
     step.optimizer.set_lr(1e-3)
     for i, batch in enumerate(make_batches(step.config, number)):
         with EVENTS[event](step.model) if event and i == spoiled else contextlib.nullcontext():
-            losses.append(run(batch, first=i == 0, last=i == count - 1).item())
-    return sum(losses), step.run_update().item()
+            loss = step.forward_backward(batch, first=i == 0, last=i == count - 1, eager=eager)
+            losses.append(loss.item())
+    return sum(losses), step.functions.update().item()
 
 
 def is_equal(state, other):

@@ -13,7 +13,7 @@
 """
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
 import dataclasses
@@ -78,10 +78,10 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         adamw.state[parameter] = {
             "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": parameter.detach().float()}
     with new_folder(run, advice="name another folder") as unfinished:
-        saver = checkpoint.Saver(unfinished, keep=1)
-        saver.save(0, model, optimizers.Optimizer(model, adamw), meta)
-        saver.wait()
-        if error := saver.error():
+        checkpoints = checkpoint.Checkpoints(unfinished, keep=1)
+        checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
+        checkpoints.wait()
+        if error := checkpoints.error():
             raise error
     return run / "step-0"
 
