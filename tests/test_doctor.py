@@ -136,6 +136,11 @@ def test_a_cpu_pytorch_beside_a_gpu_fails(tmp_path):
     ("cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms", "50304"),
     ("Device compute capability 8.9 or higher required for FP8 execution.", "--fp8-recipe none"),
     ("step 40: loss nan", "--fp8-recipe none"),
+    ("fatal error: Python.h: No such file or directory", "python3-dev"),
+    ("RuntimeError: DelayedScaling is not supported under torch.compile.", "NANOTE_ENGINE=fast"),
+    ("AttributeError: 'Float8Tensor' object has no attribute '_data'", "is_first_microbatch"),
+    ("RuntimeError: Refusing to load pickled Transformer Engine extra state for 'x'", "get_state"),
+    ("FusedAdam does not support FP8 model weights with capturable=True.", "CUDA graph"),
     ("x.cu:1200 in function row_col_rht_gemm_ntt_w_sfc: CUDA Error: invalid argument", DISABLE_RHT),
     ("torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was "
      "saved during the original forward and recomputation.", "te.checkpoint(block, x)")])
