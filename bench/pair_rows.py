@@ -2,8 +2,8 @@
 
 OPTIONS are the options and their values. A choice has one value of each: {option: value}. A stack is a way to
 run the GEMMs, in which some options have fewer values. `covering_array` makes the choices of a stack, without
-the pairs that train.py refuses, by allpairspy (github.com/thombashi/allpairspy). A `Row` is a choice and where
-it is trained, which makes it a command line.
+the pairs that train.py refuses, by allpairspy (github.com/thombashi/allpairspy). A `Row` is a choice and
+where it is trained, which makes it a command line.
 """
 import dataclasses
 import itertools
@@ -49,6 +49,8 @@ PARTS = ("cpu", "gpu", "gpus")  # machines: without a GPU, with one, with two
 OTHER_CARD = ("mxfp8", "nvfp4")  # recipes of Transformer Engine that need Blackwell
 # Options that went wrong together, and are more than two: each stack has a row with them.
 MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
+# Tracing a model in two processes is slow, and fastest without FP8: one row of a stack does it.
+COMPILED_ON_TWO = dict(layout="ddp", compile=True, fp8_recipe="none")
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,10 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
     if stack == "te":
         values["fp8_recipe"] = tuple(name for name in values["fp8_recipe"] if name not in OTHER_CARD)
     choices = choices_of_allpairs(values, rules)
+    if True in values["compile"]:
+        choices.append(rules.complete(COMPILED_ON_TWO, values))
     left = allowed_pairs(values, rules) - pairs_in(choices)
-    while left:  # pairs of slow choices, and what allpairspy leaves out where many pairs are refused
+    while left:  # what allpairspy leaves out where many pairs are refused
         pair = min(left, key=repr)
         choices.append(rules.complete(dict(pair), values))
         left -= pairs_of(choices[-1])
@@ -167,7 +171,7 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
 
 
 def choices_of_allpairs(values: dict, rules: Rules) -> list[dict]:
-    """Return the choices that allpairspy makes, none of which is refused, or slow: compiled in two processes."""
+    """Return the choices that allpairspy makes, none of which is refused, or compiled in two processes."""
     from allpairspy import AllPairs
 
     def is_good(some_values) -> bool:  # allpairspy asks after each value that it adds

@@ -2,13 +2,13 @@
 
     python bench/pair_runs.py JOB.json RESULTS.jsonl
 
-A `Run` is a run of train.py and, where it resumes, a second one from before its last step. A `Worker` starts a
-process, or one for each of two ranks, that makes some runs (`work`), and reads their results: for each run a
-line with its name and metrics.jsonl, the same after the resume, or its error. JOB.json is {"folder": …,
+A `Run` is a run of train.py and, where it resumes, a second one from before its last step. A `Worker` starts
+a process, or one for each of two ranks, that makes some runs (`work`), and reads their results: for each run
+a line with its name and metrics.jsonl, the same after the resume, or its error. JOB.json is {"folder": …,
 "kind": "cpu", "interpreter" or "gpu", "runs": […]}, with the fields of Run.
 
-A worker's processes end after a failed run, and new ones make the rest: an error on a GPU is often an error in
-every later run of the process.
+A worker's processes end after a failed run, and new ones make the rest: an error on a GPU is often an error
+in every later run of the process.
 """
 import dataclasses
 import gc

@@ -17,7 +17,8 @@ array: every two values of two options stand together in some row, but for those
 - The parts that need a GPU write the rows that they trained to results/pairs.json, with `--json`. All parts
   read it, so that a pair that no part has trained is "missing" on any machine.
 
-bench/pair_rows.py makes the rows, bench/pair_runs.py trains them, bench/pair_refusals.py has the refused pairs.
+bench/pair_rows.py makes the rows, bench/pair_runs.py trains them, bench/pair_refusals.py has the refused
+pairs.
 """
 import signal
 
@@ -57,8 +58,8 @@ JSON = ROOT / "results/pairs.json"
 PAGE = ROOT / "guide/pairs.md"
 MISSING_SHOWN = 20  # lines
 COMPARED = ("loss", "val_loss", "grad_norm")
-# The largest relative difference from the plain row of each of COMPARED. Measured on a CPU: FP8 0.2 % and 9 %,
-# dropout 0.7 % and 10 %, BF16 0.01 % and 0.5 %, which is one bit of a norm in BF16.
+# The largest relative difference from the plain row of each of COMPARED. Measured on a CPU: FP8 0.2 % and
+# 9 %, dropout 0.7 % and 10 %, BF16 0.01 % and 0.5 %, which is one bit of a norm in BF16.
 BOUNDS = {"high precision": (1e-3, 1e-3, 0.02), "FP8": (5e-3, 5e-3, 0.2), "dropout": (2e-2, 2e-2, 0.25)}
 RESUME_BOUND = 5e-3  # on a GPU, whose sums may have another order; te_reference repeats step 4 bit for bit
 
@@ -146,24 +147,31 @@ def problems_of(row: Row, found: dict, plain: dict) -> list[str]:
         return [f"{found['error']}; its log: {found.get('log')}"]
     if "error" in plain:
         return [f"the plain row: {plain['error']}; its log: {plain.get('log')}"]
-    steps = row.place.steps
     for records in (found["metrics"], found["resumed"], plain["metrics"]):
-        there = [record["step"] for record in records]
-        for step in range(1, steps + 1):
-            if step not in there:
+        steps = [record["step"] for record in records]
+        for step in range(1, row.place.steps + 1):
+            if step not in steps:
                 return [f"metrics.jsonl lacks step {step}"]
     problems = []
     for record, again, expected in zip(found["metrics"], found["resumed"], plain["metrics"]):
-        is_repeated = record["step"] == steps  # the others are those that the resume found
-        resume_bound = RESUME_BOUND if is_repeated and row.stack != "te_reference" else 0
-        for name, bound in zip(COMPARED, BOUNDS[kind_of(row)]):
-            if name not in record:
-                continue
-            where = f"step {record['step']}: {name} {record[name]}"
-            if not is_near(again[name], record[name], resume_bound):
-                problems.append(f"{where}, and {again[name]} after a resume")
-            if not is_near(record[name], expected[name], bound):
-                problems.append(f"{where}, the plain row's {expected[name]}")
+        problems += wrong_numbers(row, record, again, expected)
+    return problems
+
+
+def wrong_numbers(row: Row, record: dict, again: dict, expected: dict) -> list[str]:
+    """Compare a step with the same step after the resume, and with the plain row's."""
+    resume_bound = 0
+    if record["step"] == row.place.steps and row.stack != "te_reference":  # trained again, on a GPU
+        resume_bound = RESUME_BOUND
+    problems = []
+    for name, bound in zip(COMPARED, BOUNDS[kind_of(row)]):
+        if name not in record:
+            continue
+        where = f"step {record['step']}: {name} {record[name]}"
+        if not is_near(again[name], record[name], resume_bound):
+            problems.append(f"{where}, and {again[name]} after a resume")
+        if not is_near(record[name], expected[name], bound):
+            problems.append(f"{where}, the plain row's {expected[name]}")
     return problems
 
 
