@@ -98,15 +98,18 @@ def failure(recipe, shape, training):
 
 
 def measure_row(recipe, shape):
-    return dict(zip(("micro_batch", "sequence", "width", "vocab"), shape), recipe=recipe,
-                forward=failure(recipe, shape, False) or "works",
-                training=failure(recipe, shape, True) or "works",
-                configuration=refusal(recipe, shape, True) or "accepts")
+    batch, length, width, vocabulary = shape
+    return {
+        "micro_batch": batch, "sequence": length, "width": width, "vocab": vocabulary, "recipe": recipe,
+        "forward": failure(recipe, shape, training=False) or "works",
+        "training": failure(recipe, shape, training=True) or "works",
+        "configuration": refusal(recipe, shape, training=True) or "accepts"}
 
 
 def text_of(row):
     """Return a line of the printed table."""
-    forward, training = ("works" if row[key] == "works" else "fails" for key in ("forward", "training"))
+    forward = "works" if row["forward"] == "works" else "fails"
+    training = "works" if row["training"] == "works" else "fails"
     configuration = "accepts" if row["configuration"] == "accepts" else "refuses"
     return (f"{row['micro_batch']:>7} x {row['sequence']:<6} {row['width']:>6} {row['vocab']:>6}  "
             f"{row['recipe']:8} {forward:8} {training:9} {configuration}  {row['training'][:120]}")
