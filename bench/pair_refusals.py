@@ -41,7 +41,7 @@ class RefusedPair:
         words = []
         for name, value in self.options:
             if name != "NANOTE_ENGINE":
-                words += typed(name, value)
+                words += config.as_typed(name, value).split()
         return [*words, *TINY.split(), *ONE_STEP.split(), "--data", f"{corpora}/documents"]
 
     def command(self, corpora: str) -> str:
@@ -57,12 +57,12 @@ class RefusedPair:
 def refused_pairs() -> list[RefusedPair]:
     """Return the pairs of REFUSED, each with every value that it names, and what each model file lacks."""
     pairs = []
-    for *settings, reason in config.REFUSED:
+    for refusal in config.REFUSED:
         choices = []
-        for option, values in settings:
-            choices.append([(option, value) for value in example_values(option, values)])
+        for setting in refusal.settings:
+            choices.append([(setting.option, value) for value in example_values(setting)])
         for options in itertools.product(*choices):
-            pairs.append(RefusedPair(options, reason))
+            pairs.append(RefusedPair(options, refusal.reason))
     for model in ("fast", *OTHER_MODELS):
         for option in lacked_options(model):
             options = (("model", model), (option, value_on(option)))
@@ -70,11 +70,11 @@ def refused_pairs() -> list[RefusedPair]:
     return pairs
 
 
-def example_values(option: str, values) -> list:
+def example_values(setting: config.Setting) -> list:
     """Return the values to try for a setting of REFUSED."""
-    if values is config.ON:
-        return [value_on(option)]
-    return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in values]
+    if not setting.values:
+        return [value_on(setting.option)]
+    return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in setting.values]
 
 
 def value_on(option: str):
@@ -94,7 +94,7 @@ def lacked_options(model: str) -> list[str]:
     if not models.takes_argument(model_class, "cu_seqlens"):
         lacked.append("pack_documents")
     named = options_named_with(model)
-    for option in models.OPTIONS:
+    for option in models.MODEL_OPTIONS:
         if option not in fields and option not in named:
             lacked.append(option)
     return lacked
@@ -103,20 +103,11 @@ def lacked_options(model: str) -> list[str]:
 def options_named_with(model: str) -> set[str]:
     """Return the options that REFUSED excludes for a model file."""
     options = set()
-    for (option, values), (other, _), *_ in config.REFUSED:
-        if option == "model" and model in values:
-            options.add(other)
+    for refusal in config.REFUSED:
+        first, second, *_ = refusal.settings
+        if first.option == "model" and model in first.values:
+            options.add(second.option)
     return options
-
-
-def typed(name: str, value) -> list[str]:
-    """Return the words of an option as it is typed."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [flag]
-    if value is False:
-        return [f"--no-{name.replace('_', '-')}"]
-    return [flag, str(value)]
 
 
 # ---------------------------------------------------------------- a try of each
@@ -126,7 +117,7 @@ def what_is_wrong(pair: RefusedPair, corpora: str) -> str:
     folder = f"{corpora}/refused"
     with engine_of(pair):
         code, line = run_train([*pair.arguments(corpora), "--out-dir", folder])
-    names = [name if name == "NANOTE_ENGINE" else typed(name, value)[0] for name, value in pair.options]
+    names = [name if name == "NANOTE_ENGINE" else config.flag(name) for name, _ in pair.options]
     wrote_files = os.path.exists(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if code == 2 and "\n" not in line and all(name in line for name in names) and not wrote_files:
@@ -190,7 +181,7 @@ def page(options) -> str:
     """Return the text of guide/pairs.md. `options`: those that are trained in pairs."""
     lines = []
     for option in options:
-        text = option if option in ("layout", "data") else f"`{typed(option, True)[0]}`"
+        text = option if option in ("layout", "data") else f"`{config.flag(option)}`"
         lines.append(f"- {text}")
     return PAGE.format(options="\n".join(lines), refused=refused_table(), lacked=lacked_table())
 
@@ -198,21 +189,18 @@ def page(options) -> str:
 def refused_table() -> str:
     from bench.report import markdown
     rows = []
-    for *settings, reason in config.REFUSED:
-        *others, last = [as_shown(option, values) for option, values in settings]
-        rows.append([" with ".join(others), last, reason])
+    for refusal in config.REFUSED:
+        *others, last = [as_shown(setting) for setting in refusal.settings]
+        rows.append([" with ".join(others), last, refusal.reason])
     return markdown(("option", "not with", "why"), rows, left=3)
 
 
-def as_shown(option: str, values) -> str:
+def as_shown(setting: config.Setting) -> str:
     """Return a setting of REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
-    if values is config.ON:
-        return f"`{typed(option, True)[0]}`"
-    first, *others = values
-    if option == "NANOTE_ENGINE":
-        texts = [f"NANOTE_ENGINE={first}", *others]
-    else:
-        texts = [" ".join(typed(option, first)), *others]
+    if not setting.values:
+        return f"`{config.flag(setting.option)}`"
+    first, *others = setting.values
+    texts = [config.as_typed(setting.option, first), *others]
     return ", ".join(f"`{text}`" for text in texts)
 
 
@@ -221,7 +209,7 @@ def lacked_table() -> str:
     from bench.report import markdown
     models_of = {}  # {lacked options: models}
     for model in OTHER_MODELS:
-        flags = [f"`{typed(option, True)[0]}`" for option in lacked_options(model)]
+        flags = [f"`{config.flag(option)}`" for option in lacked_options(model)]
         models_of.setdefault(", ".join(flags), []).append(f"`{model}`")
     rows = [[", ".join(models), flags] for flags, models in models_of.items()]
     return markdown(("`--model`", "has no"), rows, left=2)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.pair_refusals import TINY, refused_pairs, typed
+from bench.pair_refusals import TINY, refused_pairs
 from nanote import config
 
 # ---------------------------------------------------------------- options, stacks, parts, places
@@ -49,7 +49,7 @@ PARTS = ("cpu", "gpu", "gpus")  # machines: without a GPU, with one, with two
 OTHER_CARD = ("mxfp8", "nvfp4")  # recipes of Transformer Engine that need Blackwell
 # Options that went wrong together, and are more than two: each stack has a row with them.
 MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
-# Tracing a model in two processes is slow, and fastest without FP8: one row of a stack does it.
+# Tracing te_reference is slow, in two processes most, and fastest without FP8: one of its rows does that.
 COMPILED_ON_TWO = dict(layout="ddp", compile=True, fp8_recipe="none")
 
 
@@ -154,7 +154,7 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
     if stack == "te":
         values["fp8_recipe"] = tuple(name for name in values["fp8_recipe"] if name not in OTHER_CARD)
     choices = choices_of_allpairs(values, rules)
-    if True in values["compile"]:
+    if stack == "te_reference":
         choices.append(rules.complete(COMPILED_ON_TWO, values))
     left = allowed_pairs(values, rules) - pairs_in(choices)
     while left:  # what allpairspy leaves out where many pairs are refused
@@ -265,7 +265,7 @@ class Row:
         arguments = ["--preset", preset]
         for name, value in options.items():
             if value != defaults[name]:
-                arguments += typed(name, value)
+                arguments += config.as_typed(name, value).split()
         return arguments
 
     def command(self, corpora: str) -> str:

@@ -276,7 +276,7 @@ def describe(pair) -> str:
         elif name == "NANOTE_ENGINE":
             texts.append(f"{name}={value or 'unset'}")
         else:
-            texts.append(" ".join(pair_refusals.typed(name, value)))
+            texts.append(config.as_typed(name, value))
     return " with ".join(texts)
 
 
