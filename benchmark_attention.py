@@ -53,10 +53,11 @@ class Options:
 
 def kernel_rows(shape):
     """Yield a row per kernel."""
-    query, key = ((shape.batch, shape.length, heads, shape.head_dim)
-                  for heads in (shape.heads, shape.kv_heads))
+    query = (shape.batch, shape.length, shape.heads, shape.head_dim)
+    key = (shape.batch, shape.length, shape.kv_heads, shape.head_dim)
     sets = attention.random_sets([query, key, key])
-    expected = attention.reference(*sets[0][0], sets[0][1])
+    inputs, grad = sets[0]
+    expected = attention.reference(*inputs, grad)
     for name, make in attention.KERNELS.items():
         measure = partial(attention.measure_kernel, make, shape, sets, expected)
         yield row_of(measure, part="attention", shape=str(shape), name=name)
@@ -66,8 +67,12 @@ def main(argv=None):
     options = parse(Options, argv, "benchmark_attention.py", __doc__)
     shapes = [Shape.of(text, "--shapes") for text in options.shapes]
     check_output(options.json)
-    start, rows = time.time(), []
-    versions = {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES}
+    start = time.time()
+    rows = []
+    versions = {}
+    for package in metadata.distributions():
+        if package.name in PACKAGES:
+            versions[package.name] = package.version
     versions["cudnn"] = torch.backends.cudnn.version()
     figures = {"versions": versions, "limits": attention.LIMITS, "times_mean_something": HAS_GPU,
                "rows": rows}

@@ -38,13 +38,16 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of
 DEVICE = "cuda" if HAS_GPU else "cpu"
 RECIPES = ("delayed", "current", "block", "mxfp8")
 # (micro-batch, sequence length, width, vocabulary); (7, 24) is what the last batch of an epoch may be
-TOKENS = [(batch, length, 64, 96) for batch, length in (
+BATCHES = (
     (1, 1), (1, 4), (1, 8), (1, 12), (1, 16), (1, 24), (1, 32), (1, 48), (2, 7), (2, 8), (2, 16), (1, 64),
-    (3, 64), (5, 48), (7, 24), (7, 32), (3, 1000), (4, 1000), (1, 1023), (1, 1024))]
-WIDTHS = [(2, 32, width, 96) for width in (8, 16, 24, 32, 40, 48, 72, 80, 96, 120, 128)]
-VOCABULARIES = [(2, 32, 64, vocab) for vocab in (17, 24, 32, 48, 64, 72, 80, 88, 96, 256, 257, 272, 288,
-                                                 50257, 50264, 50272, 50304)]
-SHAPES = list(dict.fromkeys(TOKENS + WIDTHS + VOCABULARIES))
+    (3, 64), (5, 48), (7, 24), (7, 32), (3, 1000), (4, 1000), (1, 1023), (1, 1024))
+WIDTHS = (8, 16, 24, 32, 40, 48, 72, 80, 96, 120, 128)
+VOCABULARIES = (17, 24, 32, 48, 64, 72, 80, 88, 96, 256, 257, 272, 288, 50257, 50264, 50272, 50304)
+WITH_VOCABULARIES = [(2, 32, 64, vocabulary) for vocabulary in VOCABULARIES]
+SHAPES = [(batch, length, 64, 96) for batch, length in BATCHES]
+SHAPES += [(2, 32, width, 96) for width in WIDTHS]
+SHAPES += WITH_VOCABULARIES
+SHAPES = list(dict.fromkeys(SHAPES))  # each once
 
 
 def make_config(shape):
@@ -63,13 +66,16 @@ def refusal(recipe, shape, training):
             recipes.check_shapes(config, batch, length, recipe)
     except ValueError as error:
         return str(error)
-    return f"{batch * length} tokens" if not training and batch * length % 8 else ""
+    if not training and batch * length % 8:
+        return f"{batch * length} tokens"
+    return ""
 
 
 def run_model(model, inputs, recipe, training):
     """Run forward and, for training, backward under autocast -> the loss."""
+    bf16 = torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_GPU)
     with torch.set_grad_enabled(training):
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_GPU), te.autocast(True, recipe=recipe):
+        with bf16, te.autocast(enabled=True, recipe=recipe):
             loss = model(*inputs).float().square().mean()
         if training:
             loss.backward()
@@ -92,15 +98,18 @@ def failure(recipe, shape, training):
 
 
 def measure_row(recipe, shape):
-    return dict(zip(("micro_batch", "sequence", "width", "vocab"), shape), recipe=recipe,
-                forward=failure(recipe, shape, False) or "works",
-                training=failure(recipe, shape, True) or "works",
-                configuration=refusal(recipe, shape, True) or "accepts")
+    batch, length, width, vocabulary = shape
+    return {
+        "micro_batch": batch, "sequence": length, "width": width, "vocab": vocabulary, "recipe": recipe,
+        "forward": failure(recipe, shape, training=False) or "works",
+        "training": failure(recipe, shape, training=True) or "works",
+        "configuration": refusal(recipe, shape, training=True) or "accepts"}
 
 
 def text_of(row):
     """Return a line of the printed table."""
-    forward, training = ("works" if row[key] == "works" else "fails" for key in ("forward", "training"))
+    forward = "works" if row["forward"] == "works" else "fails"
+    training = "works" if row["training"] == "works" else "fails"
     configuration = "accepts" if row["configuration"] == "accepts" else "refuses"
     return (f"{row['micro_batch']:>7} x {row['sequence']:<6} {row['width']:>6} {row['vocab']:>6}  "
             f"{row['recipe']:8} {forward:8} {training:9} {configuration}  {row['training'][:120]}")
@@ -115,31 +124,43 @@ def main(argv=None):
     options = parse(Options, argv, "test_shapes.py", __doc__)
     check_output(options.json)
     print(f"{recipes.describe()}\n batch x sequence  width  vocab  recipe   forward  training  configuration")
-    rows, can_run = [], [name for name in RECIPES if not recipes.unsupported_reason(name)]
+    can_run = [name for name in RECIPES if not recipes.unsupported_reason(name)]
+    rows = []
     for shape, recipe in itertools.product(SHAPES, can_run):
-        rows.append(measure_row(recipe, shape))
-        print(text_of(rows[-1]), flush=True)
+        row = measure_row(recipe, shape)
+        rows.append(row)
+        print(text_of(row), flush=True)
     write_report("test_shapes.py", argv, {"rows": rows}, options.json)
 
 
 # ---------------------------------------------------------------- under pytest
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", [s for s in SHAPES if HAS_GPU or max(s) < 1000], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if HAS_GPU or max(shape) < 1000], ids=str)
 def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
     if reason := recipes.unsupported_reason(recipe):
         pytest.skip(reason)
-    refused, failed = refusal(recipe, shape, True), failure(recipe, shape, True)
-    if recipe != "mxfp8" and shape[3] % 32 == 16:  # only the model's own rule refuses it
-        assert "vocab_size" in refused and not failed
+    refused, failed = refusal(recipe, shape, training=True), failure(recipe, shape, training=True)
+    _, _, _, vocabulary = shape
+    if recipe != "mxfp8" and vocabulary % 32 == 16:  # only the model's own rule refuses it
+        assert "vocab_size" in refused
+        assert not failed
     else:
         assert bool(refused) == bool(failed), f"the configuration says {refused!r}, training {failed!r}"
-    if recipe != "mxfp8" and shape not in VOCABULARIES:
-        assert bool(refusal(recipe, shape, False)) == bool(failure(recipe, shape, False))
+    if recipe != "mxfp8" and shape not in WITH_VOCABULARIES:
+        refused_forward = refusal(recipe, shape, training=False)
+        assert bool(refused_forward) == bool(failure(recipe, shape, training=False))
     if not refused:
-        model, tokens = OptimizedGPT2Model(make_config(shape)).to(DEVICE), torch.zeros(shape[:2]).long()
-        model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe=recipe))
-        assert 0 < run_model(model, [tokens.to(DEVICE)] * 2, model.fp8_recipe, training=True) < 20**2
+        assert_model_trains(recipe, shape)
+
+
+def assert_model_trains(recipe, shape):
+    batch, length, _, _ = shape
+    model = OptimizedGPT2Model(make_config(shape)).to(DEVICE)
+    model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe=recipe))
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device=DEVICE)
+    square_of_loss = run_model(model, [tokens, tokens], model.fp8_recipe, training=True)
+    assert 0 < square_of_loss < 20**2
 
 
 @pytest.mark.parametrize("shape, advice, advised", [

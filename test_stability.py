@@ -76,18 +76,21 @@ def main(argv=None):
     options = parse(Options, argv, "test_stability.py", __doc__)
     rows = settings_of(options)
     check_output(options.json)
-    names = ["none", *(d for d in stability.DISTURBANCES if d in options.disturbances and d != "none")]
+    names = [name for name in stability.DISTURBANCES if name in (*options.disturbances, "none")]
     at = stability.disturbed_from(options.steps)
+    titles = "".join(f"{name:>15}" for name in names)
     print(f"{recipes.describe()}: {len(rows)} rows x {len(names)} disturbances, {options.steps} steps each, "
-          f"disturbed from step {at}\n{' ' * 46}" + "".join(f"{name:>15}" for name in names))
-    start, cells, baseline = time.time(), [], None
+          f"disturbed from step {at}\n{' ' * 46}{titles}")
+    start = time.time()
+    cells = []
     work = [(row, options.steps, names, options.seed, options.lr) for row in rows]
     with multiprocessing.get_context("spawn").Pool(min(options.jobs, len(rows))) as pool:
         for setting, losses, seconds in pool.imap(run_row, work):
-            baseline = losses if setting.recipe == "none" else baseline
-            found = [stability.cell_figures(setting, name, losses, baseline) for name in names]
-            cells += found
-            text = "".join(f"{stability.cell_text(cell):>15}" for cell in found)
+            if setting.recipe == "none":  # the first row of each size
+                baseline = losses
+            row = [stability.cell_figures(setting, name, losses, baseline) for name in names]
+            cells += row
+            text = "".join(f"{stability.cell_text(cell):>15}" for cell in row)
             print(f"{str(setting):46}{text}  {seconds / len(names):.1f} s a cell", flush=True)
             figures = {"seconds": round(time.time() - start), "steps": options.steps,
                        "disturbed_from_step": at, "lr": options.lr, "cells": cells}
@@ -97,6 +100,7 @@ def main(argv=None):
 # ---------------------------------------------------------------- under pytest
 
 def losses_of(disturbances=("none",), steps=40, **setting):
+    """Train a setting under disturbances; return {disturbance: losses}."""
     reason = recipes.unsupported_reason(setting.get("recipe", "none"))
     if reason:
         pytest.skip(reason)
@@ -104,7 +108,9 @@ def losses_of(disturbances=("none",), steps=40, **setting):
     return {name: torch.tensor(losses) for name, losses in found.items()}
 
 
-high_precision = lru_cache(lambda: stability.final(losses_of()["none"]))
+@lru_cache
+def final_loss_of_high_precision():
+    return stability.final(losses_of()["none"])
 
 
 @pytest.mark.parametrize("recipe, format, margin, model", [
@@ -112,44 +118,56 @@ high_precision = lru_cache(lambda: stability.final(losses_of()["none"]))
     ("mxfp8", "e4m3", 0, "optimized")])
 def test_fp8_trains_as_well_as_high_precision(recipe, format, margin, model):
     losses = losses_of(recipe=recipe, format=format, margin=margin, model=model)["none"]
-    assert losses.isfinite().all() and losses[0] > 5
-    assert stability.final(losses) < 1.05 * high_precision()
+    assert losses.isfinite().all()
+    assert losses[0] > 5
+    assert stability.final(losses) < 1.05 * final_loss_of_high_precision()
 
 
 @pytest.mark.parametrize("recipe", stability.FP8_RECIPES)
 def test_every_disturbance_leaves_the_loss_finite(recipe):
-    found = losses_of(stability.DISTURBANCES, 25 if HAS_GPU else 12, recipe=recipe, format="e4m3")
-    assert all(losses.isfinite().all() for losses in found.values())
+    steps = 25 if HAS_GPU else 12
+    found = losses_of(stability.DISTURBANCES, steps, recipe=recipe, format="e4m3")
+    for disturbance, losses in found.items():
+        assert losses.isfinite().all(), disturbance
 
 
-def one_step(disturbance, after, **setting):
-    """Train, disturb a step, train `after` more -> (FP8 state before, FP8 state after)."""
-    run, at = Run(Setting("delayed", **setting), steps=60), 20 if HAS_GPU else 6
+def states_around(disturbance, steps_after, **setting):
+    """Train, disturb a step, train some more -> (FP8 state before the disturbance, FP8 state at the end)."""
+    run = Run(Setting("delayed", **setting), steps=60)
+    at = 20 if HAS_GPU else 6
     run.train(0, at)
     before = recipes.get_state(run.model)
-    run.train(at, at + 1 + after, disturbance, at=at)
+    run.train(at, at + 1 + steps_after, disturbance, at=at)
     return before, recipes.get_state(run.model)
 
 
 @pytest.mark.parametrize("algo, history, after, forgotten", [
     ("most_recent", 1024, 2, True), ("max", 16, 18, True), ("max", 1024, 18, False)])
 def test_an_outlier_is_forgotten_when_the_history_ends(algo, history, after, forgotten):
-    before, now = one_step("outlier", after, algo=algo, history=history)
+    before, now = states_around("outlier", after, algo=algo, history=history)
     names = [name for name in before if name.endswith("proj.scaling_fwd.scale")]
-    ratios = [(before[name][0] / now[name][0]).item() for name in names]  # [0]: the scale of the input
-    assert len(ratios) == 2 and all(ratio < 10 if forgotten else ratio > 300 for ratio in ratios)
+    assert len(names) == 2
+    for name in names:
+        lowered = (before[name][0] / now[name][0]).item()  # [0]: the scale of the input
+        if forgotten:
+            assert lowered < 10
+        else:
+            assert lowered > 300
 
 
 def test_a_short_history_recovers_from_an_outlier_in_steps():
     losses = losses_of(("none", "outlier 1e6"), 80, recipe="delayed", history=1)
     recovered = recovered_after(losses["outlier 1e6"], losses["none"], 32)
-    assert recovered is not None and recovered <= 8
+    assert recovered is not None
+    assert recovered <= 8
 
 
 def test_a_batch_of_zeros_keeps_the_scales_of_gradients():
-    before, now = one_step("zeros", 0, algo="most_recent")
+    before, now = states_around("zeros", 0, algo="most_recent")
     names = [name for name in before if "scaling_bwd" in name]
-    assert names and all(torch.equal(before[name], now[name]) for name in names)
+    assert names
+    for name in names:
+        assert torch.equal(before[name], now[name]), name
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Shape:
     head_dim: int
 
     def __str__(self):
-        return "x".join(str(n) for n in vars(self).values())
+        return "x".join(str(size) for size in vars(self).values())
 
     @staticmethod
     def of(text, option):
@@ -62,16 +62,19 @@ class Shape:
 
 def by_hand(shape):
     """Textbook attention, which stores the S x S matrices of all heads."""
-    return lambda q, k, v: attention_by_hand(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    def attend(q, k, v):
+        y = attention_by_hand(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return y.transpose(1, 2)
+    return attend
 
 
 def sdpa(shape, backend=None):
     def attend(q, k, v):
         with sdpa_kernel(backend) if backend else nullcontext():
-            return F.scaled_dot_product_attention(
+            y = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
-                enable_gqa=shape.heads != shape.kv_heads,
-            ).transpose(1, 2)
+                enable_gqa=shape.heads != shape.kv_heads)
+            return y.transpose(1, 2)
     return attend
 
 
@@ -116,13 +119,16 @@ def reference(q, k, v, grad):
     Returns that slice of (out, dq, dk, dv): (S, query heads, D) twice and (S, 1, D) twice.
     """
     group = q.shape[2] // k.shape[2]
-    q, grad = q[-1, :, -group:].detach().double().requires_grad_(), grad[-1, :, -group:].double()
-    k, v = (t[-1, :, -1].detach().double().requires_grad_() for t in (k, v))
+    q = q[-1, :, -group:].detach().double().requires_grad_()  # (S, group, D)
+    k = k[-1, :, -1].detach().double().requires_grad_()  # (S, D)
+    v = v[-1, :, -1].detach().double().requires_grad_()
+    grad = grad[-1, :, -group:].double()
     outs = []
     for head in range(group):  # one at a time: in float64 an S x S matrix is large
-        outs.append(attention_by_hand(*(t[None, None] for t in (q[:, head], k, v)))[0, 0])
-        outs[-1].backward(grad[:, head])
-    return torch.stack([out.detach() for out in outs], dim=1), q.grad, k.grad[:, None], v.grad[:, None]
+        out = attention_by_hand(q[None, None, :, head], k[None, None], v[None, None])[0, 0]
+        out.backward(grad[:, head])
+        outs.append(out.detach())
+    return torch.stack(outs, dim=1), q.grad, k.grad[:, None], v.grad[:, None]
 
 
 def one_pass(attend, inputs, grad):
@@ -139,11 +145,7 @@ def time_passes(attend, sets):
 
     Returns a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs.
     """
-    start, warm = time.perf_counter(), 0
-    # the first passes compile, autotune and allocate, and the clock rises
-    while warm < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
-        spans_ms(one_pass(attend, *sets[warm % len(sets)])[1])  # waits for the GPU
-        warm += 1
+    warm_up(attend, sets)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -151,21 +153,45 @@ def time_passes(attend, sets):
     for i in range(20 if HAS_GPU else 3):
         if HAS_GPU:
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
-        stamps.append(one_pass(attend, *sets[i % len(sets)])[1])
-    forward, backward = (median(column) for column in zip(*map(spans_ms, stamps)))
-    both = median(spans_ms([first, last])[0] for first, _, last in stamps)
-    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if HAS_GPU else None
-    return {"forward_ms": forward, "backward_ms": backward, "both_ms": both, "peak_gib": gib}
+        _, some = one_pass(attend, *sets[i % len(sets)])
+        stamps.append(some)
+    forward, backward, both = [], [], []
+    for start, middle, end in stamps:
+        forward_ms, backward_ms = spans_ms([start, middle, end])
+        forward.append(forward_ms)
+        backward.append(backward_ms)
+        both += spans_ms([start, end])
+    peak_gib = None
+    if HAS_GPU:
+        peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return {
+        "forward_ms": median(forward), "backward_ms": median(backward), "both_ms": median(both),
+        "peak_gib": peak_gib}
+
+
+def warm_up(attend, sets):
+    """Run passes: the first ones compile, autotune and allocate, and the clock rises."""
+    start = time.perf_counter()
+    passes = 0
+    while passes < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
+        _, stamps = one_pass(attend, *sets[passes % len(sets)])
+        spans_ms(stamps)  # waits for the GPU
+        passes += 1
 
 
 def random_sets(shapes):
     """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16: as many
     sets as fill the L2 cache twice, so that no pass finds its inputs there."""
-    cache = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
-    count = min(32, 2 + 2 * cache // (2 * sum(map(math.prod, shapes))))
+    cache_bytes = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
+    set_bytes = 2 * sum(map(math.prod, shapes))
     torch.manual_seed(0)
-    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
-    return [([draw(shape, requires_grad=True) for shape in shapes], draw(shapes[0])) for _ in range(count)]
+    sets = []
+    for _ in range(min(32, 2 + 2 * cache_bytes // set_bytes)):
+        inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+                  for shape in shapes]
+        grad = torch.randn(shapes[0], device=DEVICE, dtype=torch.bfloat16)
+        sets.append((inputs, grad))
+    return sets
 
 
 def row_of(measure, **fields):
@@ -173,23 +199,34 @@ def row_of(measure, **fields):
     torch.cuda.empty_cache()  # does nothing without a GPU
     try:
         return fields | measure()
+    except ImportError as error:
+        return fields | {"why_not": f"not installed: {in_a_line(error)}"}
     except Exception as error:  # whatever a kernel raises concerns its row only
-        reason = f"{'not installed: ' if isinstance(error, ImportError) else ''}{in_a_line(error)}"
-    return fields | {"why_not": reason}
+        return fields | {"why_not": in_a_line(error)}
+
+
+def errors_of(attend, inputs_and_grad, expected):
+    """Return the relative errors of output and gradients: {"out": …, "dq": …, "dk": …, "dv": …}."""
+    for _ in range(4):  # passes of the same values set the scales of delayed scaling
+        found, _ = one_pass(attend, *inputs_and_grad)
+    errors = {}
+    for name, value, wanted in zip(("out", "dq", "dk", "dv"), found, expected):
+        heads = wanted.shape[1]
+        wanted = wanted.double()
+        difference = value[-1, :, -heads:].double() - wanted
+        errors[name] = (difference.norm() / wanted.norm()).item()
+    return errors
 
 
 def measure_kernel(make, shape, sets, expected):
     """Check and time a kernel alone. expected: what `reference` returns for the first set."""
-    attend, limit = make(shape), LIMITS["fp8" if make is te_attention_fp8 else "kernel"]
-    for _ in range(4):  # passes of the same values set the scales of delayed scaling
-        found = one_pass(attend, *sets[0])[0]
-    group, errors = shape.heads // shape.kv_heads, {}
-    for name, ours, heads, wanted in zip(("out", "dq", "dk", "dv"), found, (group, group, 1, 1), expected):
-        difference = ours[-1, :, -heads:].double() - wanted.double()
-        errors[name] = (difference.norm() / wanted.double().norm()).item()
+    attend = make(shape)
+    errors = errors_of(attend, sets[0], expected)
+    limit = LIMITS["fp8" if make is te_attention_fp8 else "kernel"]
     agrees = all(error <= limit for error in errors.values())  # NaN is beyond every limit, and null in JSON
-    errors = {name: error if math.isfinite(error) else None for name, error in errors.items()}
-    del found, ours, difference  # or they would count as memory that the kernel needs
+    for name, error in errors.items():
+        if not math.isfinite(error):
+            errors[name] = None
     row = {"errors": errors, "agrees": agrees} | time_passes(attend, sets)
     for name, flops in zip(("forward", "backward", "both"), shape.flops()):
         row[f"{name}_tflops"] = flops / row[f"{name}_ms"] / 1e9
@@ -201,7 +238,7 @@ def text_of(row):
     if "why_not" in row:
         return f"{row['name']:32}{row['why_not']}"
     worst = max(math.inf if error is None else error for error in row["errors"].values())
-    gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
+    gib = "" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"
     times = f"{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}"
     verdict = "" if row["agrees"] else "  WRONG"
-    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib}{worst:10.1e}{verdict}"
+    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib:>8}{worst:10.1e}{verdict}"

@@ -74,8 +74,9 @@ class Rowwise(Tensorwise):
     recipe = "rowwise"
 
 
-CLASSES = {"bf16": "PlainGPT", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
-           "torchao-rowwise": "Rowwise"}
+CLASSES = {  # of this file, by arm
+    "bf16": "PlainGPT", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
+    "torchao-rowwise": "Rowwise"}
 
 
 @dataclass
@@ -91,7 +92,9 @@ def arm_model(arm: str, folder: Path) -> str:
     """Return the --model argument of an arm: a name, or FILE:CLASS."""
     if arm in CLASSES:
         return f"{Path(__file__)}:{CLASSES[arm]}"
-    return f"{edited_file('compiled', arm, folder)}:OptimizedGPT2Model" if arm in EDITS else "optimized"
+    if arm in EDITS:
+        return f"{edited_file('compiled', arm, folder)}:OptimizedGPT2Model"
+    return "optimized"
 
 
 def measure_shape(shape, options, device, rows, folder):
@@ -100,16 +103,19 @@ def measure_shape(shape, options, device, rows, folder):
         step.make_config(step.SHAPES[shape], device), compile=True, compile_fullgraph=True, cuda_graph="off",
         compile_mode=options.mode)
     measure = functools.partial(attempt, device=device, steps=options.steps, warmup=4, phases=0)
-    agreement, baselines = Agreement(), {}
-    for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):
+    agreement = Agreement()
+    baselines = {}  # {arm: its step}
+    for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):  # each once
         changed = dataclasses.replace(config, model=arm_model(arm, folder))
         if arm == "graph":
             changed = dataclasses.replace(
                 changed, compile=False, compile_fullgraph=False, compile_mode="default", cuda_graph="auto")
-        of_edit, kind = arm in EDITS, "bf16" if arm in CLASSES else "fp8"
-        figures, made = measure(
-            kind, changed, baseline=baselines.get("fp8" if of_edit else "bf16"),
-            agreement=None if of_edit else agreement, ratio="ratio" if of_edit else "over_bf16")
+        kind = "bf16" if arm in CLASSES else "fp8"
+        if arm in EDITS:
+            figures, made = measure(kind, changed, baseline=baselines.get("fp8"), ratio="ratio")
+        else:
+            figures, made = measure(
+                kind, changed, baseline=baselines.get("bf16"), agreement=agreement, ratio="over_bf16")
         rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode, "fa4": fa4_forward is not None})
         if arm in ("bf16", "fp8"):
             baselines[arm] = made
@@ -119,10 +125,12 @@ def measure_shape(shape, options, device, rows, folder):
 
 
 def main(argv=None) -> None:
-    options, device = parse(Options, argv, "bench/compiled.py", __doc__), pick_device("auto")
+    options = parse(Options, argv, "bench/compiled.py", __doc__)
     require_at_least(4, options, "steps")
-    if unknown := {*options.arms} - {*ARMS}:
-        raise ValueError(f"--arms {' '.join(sorted(unknown))}: unknown; use {', '.join(ARMS)}")
+    for arm in options.arms:
+        if arm not in ARMS:
+            raise ValueError(f"--arms {arm}: unknown; use {', '.join(ARMS)}")
+    device = pick_device("auto")
     rows = Rows(options.json, ["shape", "arm", "mode", "fa4"], "bench/compiled.py", argv)
     with tempfile.TemporaryDirectory() as folder:
         for shape in options.shapes:

@@ -61,11 +61,15 @@ SIZES = {  # prefix of an arm: options of its architecture
 }
 TOKENS_PER_STEP = 131_072
 RECIPES = {  # name of an arm: options of its precision
-    "bf16": "--fp8-recipe none", "fp8": "", "fp8-current": "--fp8-recipe current",
+    "bf16": "--fp8-recipe none",
+    "fp8": "",
+    "fp8-current": "--fp8-recipe current",
     "fp8-block": "--fp8-recipe block",
 }
-ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
-        for name, options in RECIPES.items()}
+ARMS = {}  # {name: options of train.py}
+for prefix, size in SIZES.items():
+    for name, recipe in RECIPES.items():
+        ARMS[f"{prefix}{name}"] = f"{size} {recipe}"
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 
 PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # also of sizes that are gone; longest first
@@ -96,16 +100,23 @@ def baseline_of(arm: str) -> str:
     return f"{re.match(PREFIXES, name)[0]}bf16{at}{lr}"
 
 
+def mean_of(values: list[float]) -> float | None:
+    return statistics.mean(values) if values else None
+
+
 def standard_error(values: list[float]) -> float | None:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def interval_of(values: list[float]) -> list[float] | None:
     """Return the 95 % interval of the mean, of the t distribution."""
     if len(values) < 2:
         return None
+    degrees_of_freedom = min(len(values) - 1, len(T_975))
+    half = T_975[degrees_of_freedom - 1] * standard_error(values)
     mean = statistics.mean(values)
-    half = T_975[min(len(values) - 1, len(T_975)) - 1] * standard_error(values)
     return [mean - half, mean + half]
 
 
@@ -118,46 +129,65 @@ def final_records(runs: list[dict]) -> dict:
     return final
 
 
-def changes_of(own: dict, others: dict, field="val_loss") -> list[float]:
+def percent_above(own: dict, others: dict, field="val_loss") -> list[float]:
     """Return by how many percent a field of a run is above the loss of another, for each seed of both."""
-    return [100 * (own[seed][field] / others[seed]["val_loss"] - 1)
-            for seed in sorted(own.keys() & others.keys()) if own[seed].get(field) is not None]
+    changes = []
+    for seed in sorted(own.keys() & others.keys()):
+        if own[seed].get(field) is not None:
+            changes.append(100 * (own[seed][field] / others[seed]["val_loss"] - 1))
+    return changes
 
 
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm and number of tokens, with the fields of `summary` that --help describes."""
-    final, rows = final_records(runs), []
+    final = final_records(runs)
+    rows = []
     for (arm, tokens), by_seed in final.items():
-        found = [record["val_loss"] for record in by_seed.values()]
+        losses = [record["val_loss"] for record in by_seed.values()]
         baseline = final.get((baseline_of(arm), tokens), {})
-        changes = changes_of(by_seed, baseline)
-        in_bf16 = changes_of(by_seed, baseline, "val_loss_without_fp8")
-        in_bf16 = in_bf16 if len(in_bf16) == len(changes) else []  # of the same seeds, for comparison
+        gaps = percent_above(by_seed, baseline)
+        gaps_without_fp8 = percent_above(by_seed, baseline, "val_loss_without_fp8")
+        if len(gaps_without_fp8) != len(gaps):  # of other seeds: no comparison
+            gaps_without_fp8 = []
         rows.append({
-            "arm": arm, "tokens": tokens, "seeds": len(found), "mean": statistics.mean(found),
-            "standard_error": standard_error(found),
-            "gap_percent": statistics.mean(changes) if changes else None,
-            "gap_standard_error": standard_error(changes), "gap_interval": interval_of(changes),
-            "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
-            "gap_without_fp8_interval": interval_of(in_bf16),
+            "arm": arm,
+            "tokens": tokens,
+            "seeds": len(losses),
+            "mean": statistics.mean(losses),
+            "standard_error": standard_error(losses),
+            "gap_percent": mean_of(gaps),
+            "gap_standard_error": standard_error(gaps),
+            "gap_interval": interval_of(gaps),
+            "gap_without_fp8_percent": mean_of(gaps_without_fp8),
+            "gap_without_fp8_interval": interval_of(gaps_without_fp8),
             "seconds": median_seconds(by_seed, final, baseline_of(arm)),
         })
     for row in rows:
-        for arm, suffix in ((baseline_of(row["arm"]), ""),
-                            (baseline_of(row["arm"]).replace("bf16", "nanogpt"), "_over_nanogpt")):
-            seconds, speedup, interval = match(row, arm, rows, final)
-            row |= {} if suffix else {"seconds_to_bf16_loss": seconds}
-            row |= {f"loss_matched_speedup{suffix}": speedup, f"loss_matched_interval{suffix}": interval}
+        bf16 = baseline_of(row["arm"])
+        seconds, speedup, interval = match(row, bf16, rows, final)
+        row["seconds_to_bf16_loss"] = seconds
+        row["loss_matched_speedup"] = speedup
+        row["loss_matched_interval"] = interval
+        _, speedup, interval = match(row, bf16.replace("bf16", "nanogpt"), rows, final)
+        row["loss_matched_speedup_over_nanogpt"] = speedup
+        row["loss_matched_interval_over_nanogpt"] = interval
     return sorted(rows, key=lambda row: row["mean"])
 
 
 def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
     """Return the median training time of the runs on the machine that trained most runs of `baseline`."""
-    machines = [record.get("machine") for (name, _), records in final.items() if name == baseline
-                for record in records.values()]
-    seconds = [record["seconds"] for record in by_seed.values()
-               if not machines or record.get("machine") == statistics.mode(machines)]
+    machines = []
+    for (arm, _), records in final.items():
+        if arm == baseline:
+            machines += [record.get("machine") for record in records.values()]
+    seconds = []
+    for record in by_seed.values():
+        if not machines or record.get("machine") == statistics.mode(machines):
+            seconds.append(record["seconds"])
     return statistics.median(seconds) if seconds else None
+
+
+UNMATCHED = (None, None, None)
 
 
 def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
@@ -167,45 +197,61 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
     row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
     """
-    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
-    own = final[row["arm"], row["tokens"]]
-    is_switched = any("switch_step" in record for record in own.values())  # seconds are of a part
-    if is_switched or not other or not row["seconds"] or not other["seconds"]:
-        return None, None, None
+    arm, tokens = row["arm"], row["tokens"]
+    own = final[arm, tokens]
+    if any("switch_step" in record for record in own.values()):  # its seconds are of a part of the run
+        return UNMATCHED
+    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, tokens)), None)
+    if other is None or not row["seconds"] or not other["seconds"]:
+        return UNMATCHED
     if other is row:
         return row["seconds"], 1.0, None
-    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r is not row]
+    lengths = [r["tokens"] for r in rows if r["arm"] == arm and r is not row]
     if not lengths:
-        return None, None, None
-    nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
+        return UNMATCHED
+    nearest = min(lengths, key=lambda length: abs(math.log(length / tokens)))
 
-    def above(arm, tokens):
-        others = final[arm, tokens]
-        return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
+    gaps = losses_above(own, final[baseline, tokens])
+    falls = losses_above(own, final[arm, nearest])
+    if not gaps or not falls:
+        return UNMATCHED
+    gap, fall = statistics.mean(gaps), statistics.mean(falls)
+    if not 0 <= gap / fall <= 1:
+        return UNMATCHED
 
-    differences, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
-    if not differences or not falls or not 0 <= statistics.mean(differences) / statistics.mean(falls) <= 1:
-        return None, None, None
+    def seconds_to_close(gap):
+        return row["seconds"] * (nearest / tokens) ** (gap / fall)
 
-    def seconds(gap):
-        return row["seconds"] * (nearest / row["tokens"]) ** (gap / statistics.mean(falls))
+    seconds = seconds_to_close(gap)
+    interval = interval_of(gaps)
+    if interval is not None:
+        interval = sorted(other["seconds"] / seconds_to_close(bound) for bound in interval)
+    return seconds, other["seconds"] / seconds, interval
 
-    found, bounds = seconds(statistics.mean(differences)), interval_of(differences)
-    interval = bounds and sorted(other["seconds"] / seconds(gap) for gap in bounds)
-    return found, other["seconds"] / found, interval
+
+def losses_above(own: dict, others: dict) -> list[float]:
+    """Return by how much the loss of a run is above that of another, for each seed of both."""
+    return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
 
 
 def main_table(result) -> str:
     """Return the Markdown table of the summary."""
-    columns = {  # title: (field, its text)
-        "arm": ("arm", "`{}`"), "tokens": ("tokens", "{:,}"), "seeds": ("seeds", "{}"),
-        "loss": ("mean", "{:.4f}"), "± standard error": ("standard_error", "{:.4f}"),
-        "behind BF16, %": ("gap_percent", "{:+.2f}"),
-        "95 % interval": ("gap_interval", "{0[0]:+.2f} to {0[1]:+.2f}"),
-        "seconds": ("seconds", "{:.0f}"), "× BF16 at its loss": ("loss_matched_speedup", "{:.2f}")}
-    lines = [["" if row[name] is None else text.format(row[name]) for name, text in columns.values()]
-             for row in result["summary"]]
-    return markdown(list(columns), lines)
+    columns = [  # title, field, format
+        ("arm", "arm", "`{}`"),
+        ("tokens", "tokens", "{:,}"),
+        ("seeds", "seeds", "{}"),
+        ("loss", "mean", "{:.4f}"),
+        ("± standard error", "standard_error", "{:.4f}"),
+        ("behind BF16, %", "gap_percent", "{:+.2f}"),
+        ("95 % interval", "gap_interval", "{0[0]:+.2f} to {0[1]:+.2f}"),
+        ("seconds", "seconds", "{:.0f}"),
+        ("× BF16 at its loss", "loss_matched_speedup", "{:.2f}"),
+    ]
+    lines = []
+    for row in result["summary"]:
+        cells = ["" if row[field] is None else text.format(row[field]) for _, field, text in columns]
+        lines.append(cells)
+    return markdown([title for title, _, _ in columns], lines)
 
 
 # ---------------------------------------------------------------- runs
@@ -221,19 +267,23 @@ def folder_of(options: Options, arm: str, seed: int) -> Path:
 def first_options(options: Options, arm: str, seed: int) -> list[str]:
     """Return the options of train.py for a run that begins with random weights."""
     name, _, lr = arm.partition("@")
-    interval = str(max(1, steps_of(options) // options.evaluations))
-    return [*COMMON.split(), *ARMS[name].split(), "--lr", lr, "--seed", str(seed),
-            "--max-steps", str(steps_of(options)), "--eval-interval", interval,
-            "--checkpoint-interval", interval, "--data", options.data,
-            "--out-dir", str(folder_of(options, arm, seed)), *options.more.split()]
+    steps = steps_of(options)
+    interval = str(max(1, steps // options.evaluations))
+    return [
+        *COMMON.split(), *ARMS[name].split(), "--lr", lr, "--seed", str(seed), "--max-steps", str(steps),
+        "--eval-interval", interval, "--checkpoint-interval", interval, "--data", options.data,
+        "--out-dir", str(folder_of(options, arm, seed)), *options.more.split()]
 
 
 def command_of(options: Options, arm: str, seed: int) -> list[str]:
     """Return train.py's command for a run, or for the rest of one that was cut."""
-    folder, words = folder_of(options, arm, seed), first_options(options, arm, seed)
+    folder = folder_of(options, arm, seed)
+    words = first_options(options, arm, seed)
     if any(folder.glob("step-*")):
-        model = words[words.index("--model"):][:2] if "--model" in words else []  # a checkpoint has no code
-        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder), *model]
+        command = [sys.executable, "train.py", "--resume", "--out-dir", str(folder)]
+        if "--model" in words:  # a checkpoint has no code
+            command += ["--model", words[words.index("--model") + 1]]
+        return command
     if folder.exists():  # cut before its first checkpoint
         shutil.rmtree(folder)
     return [sys.executable, "train.py", *words]
@@ -246,24 +296,33 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     which captures the CUDA graphs again: it counts at the median.
     """
     records = read_metrics(folder / "metrics.jsonl")
-    found, seconds = [], 0.0
+    run = {"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP}
     median = statistics.median(record["tokens_per_s"] for record in records)
-    for before, record in zip([records[0], *records], records):
+    found = []
+    seconds = 0.0
+    last_step = records[0]["step"]
+    for record in records:
         step, speed = record["step"], record["tokens_per_s"]
-        seconds += (step - before["step"]) * TOKENS_PER_STEP / (speed if speed > median / 2 else median)
-        losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
-                  if record.get(name) is not None}
+        if speed <= median / 2:
+            speed = median
+        seconds += (step - last_step) * TOKENS_PER_STEP / speed
+        last_step = step
+        losses = {}
+        for name in ("val_loss", "val_loss_without_fp8"):
+            if record.get(name) is not None:
+                losses[name] = record[name]
         if losses:
-            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP,
-                          "tokens": step * TOKENS_PER_STEP, "step": step, **losses,
-                          "seconds": round(seconds, 3)})
+            tokens = step * TOKENS_PER_STEP
+            found.append({**run, "tokens": tokens, "step": step, **losses, "seconds": round(seconds, 3)})
     return found
 
 
 def visible_gpus() -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return named if named[0] else [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        return visible.split(",")
+    return [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
 
 
 def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
@@ -279,9 +338,9 @@ def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NANOGPT": str(options.nanogpt.resolve())}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "a") as log:
-        code = subprocess.run(command_of(options, arm, seed), cwd=ROOT, env=environment, stdout=log,
-                              stderr=subprocess.STDOUT).returncode
-    return "" if is_complete() else f"{folder.name}: exit code {code}, see {folder}.log"
+        done = subprocess.run(
+            command_of(options, arm, seed), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    return "" if is_complete() else f"{folder.name}: exit code {done.returncode}, see {folder}.log"
 
 
 def train_all(options: Options, jobs: list):
@@ -325,42 +384,59 @@ def check_options(options: Options) -> None:
 def corpus_of(options: Options) -> tuple[str, dict]:
     """Return the identifier of a corpus, from the checksums of its files, and its entry in `corpora`."""
     meta = open_tokens(ROOT / options.data, "train", verify=False)[1]
-    entry = {name: meta.get(name) for name in ("source", "documents", "train_tokens", "val_tokens")}
-    return f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}", {"data": options.data, **entry}
+    entry = {"data": options.data}
+    for name in ("source", "documents", "train_tokens", "val_tokens"):
+        entry[name] = meta.get(name)
+    return f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}", entry
+
+
+def read_document(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {"runs": []}
+
+
+def add_run(records: list[dict], corpora: dict, path: Path, argv) -> None:
+    """Add a run to the JSON, in place of an earlier one of the same arm, seed and length."""
+    def run_of(record):
+        return record["arm"], record["seed"], record["run_tokens"]
+
+    document = read_document(path)  # another command may have added to it
+    runs = [record for record in document["runs"] if run_of(record) != run_of(records[0])]
+    runs += records
+    commands = []
+    if "command" in document:
+        commands = document["command"].split("; ")
+    command = command_line("bench/convergence.py", argv)
+    if command not in commands:
+        commands.append(command)
+    write_report("bench/convergence.py", argv, {
+        "command": "; ".join(commands), "corpora": document.get("corpora", {}) | corpora,
+        "runs": runs, "summary": summarize(runs)}, path)
 
 
 def main(argv=None) -> int:
     options = parse(Options, argv, "bench/convergence.py", __doc__)
     check_options(options)
-    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
-    # seeds outside, so that a study that was cut has all arms of its first seeds
-    jobs = [(arm, seed) for seed in options.seeds for arm in arms]
     corpus, description = corpus_of(options)
-
-    def read_document() -> dict:
-        return json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
-
-    others = {(run.get("corpus"), run.get("more", "")) for run in read_document()["runs"]}
-    if others - {(corpus, options.more)}:
-        raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
-                         "name another file")
+    for record in read_document(options.json)["runs"]:
+        if (record.get("corpus"), record.get("more", "")) != (corpus, options.more):
+            raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
+                             "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    origin, errors = {"machine": machine, "corpus": corpus, "more": options.more}, []
+    origin = {"machine": machine, "corpus": corpus, "more": options.more}
+    jobs = []
+    for seed in options.seeds:  # outside, so that a study that was cut has all arms of its first seeds
+        for arm in options.arms:
+            jobs.append((arm if "@" in arm else f"{arm}@{options.lr}", seed))
+
+    errors = []
     for (arm, seed), error in train_all(options, jobs):
         if error:
             errors.append(error)
             continue
-        found = [record | origin for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
-        run = arm, seed, found[0]["run_tokens"]
-        document = read_document()  # another command may have added to it
-        runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
-        commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
-        write_report("bench/convergence.py", argv, {
-            "command": "; ".join(dict.fromkeys(filter(None, commands))),
-            "corpora": document.get("corpora", {}) | {corpus: description},
-            "runs": runs, "summary": summarize(runs)}, options.json)
+        records = evaluations_of(arm, seed, folder_of(options, arm, seed))
+        add_run([record | origin for record in records], {corpus: description}, options.json, argv)
     if options.json.exists():
-        print(main_table(read_document()))
+        print(main_table(read_document(options.json)))
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

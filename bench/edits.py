@@ -53,24 +53,30 @@ def edited_file(model: str, edit: str, folder: Path) -> Path:
     return path
 
 
-def main(argv=None) -> None:
-    options, device = parse(Options, argv, "bench/edits.py", __doc__), pick_device("auto")
-    require_at_least(4, options, "steps")
-    config = step.make_config(step.SHAPES[options.shape] | {"model": options.model}, device)
-    rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
-    _, unedited = measure("fp8", config, device, options.steps, phases=0)
-    diffs = sorted((ROOT / "examples" / "edits" / options.model).glob("*.diff"))
+def timed_edits(model: str) -> list[str]:
+    """Return the edits of a model file that one GPU can run."""
     untimed = {"tensor_parallel"}  # it needs several GPUs
     if recipes.ENGINE == "fast":
         untimed.add("offload")  # fast_kernels has no get_cpu_offload_context
-    common = {"model": options.model, "shape": options.shape,
-              "engine": "fast" if options.model == "fast" else recipes.ENGINE}
+    diffs = sorted((ROOT / "examples" / "edits" / model).glob("*.diff"))
+    return [diff.stem for diff in diffs if diff.stem not in untimed]
+
+
+def main(argv=None) -> None:
+    options = parse(Options, argv, "bench/edits.py", __doc__)
+    require_at_least(4, options, "steps")
+    device = pick_device("auto")
+    config = step.make_config(step.SHAPES[options.shape] | {"model": options.model}, device)
+    rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
+    _, unedited = measure("fp8", config, device, options.steps, phases=0)
+    engine = "fast" if options.model == "fast" else recipes.ENGINE
+    common = {"model": options.model, "shape": options.shape, "engine": engine}
     with tempfile.TemporaryDirectory() as folder:
-        for edit in options.edits or [path.stem for path in diffs if path.stem not in untimed]:
+        for edit in options.edits or timed_edits(options.model):
             path = edited_file(options.model, edit, Path(folder))
             model = f"{path}:{CLASSES[options.model]}"
             changed = dataclasses.replace(config, model=model, **OPTIONS.get(edit, {}))
-            figures = attempt("fp8", changed, device, options.steps, unedited, phases=0, ratio="ratio")[0]
+            figures, _ = attempt("fp8", changed, device, options.steps, unedited, phases=0, ratio="ratio")
             rows.add(figures | common | {"edit": edit})
 
 

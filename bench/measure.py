@@ -41,9 +41,9 @@ def stamp(device):
 def spans_ms(stamps) -> list[float]:
     """Return ms between each stamp and the next."""
     if isinstance(stamps[0], float):
-        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
+        return [1e3 * (end - start) for start, end in zip(stamps, stamps[1:])]
     stamps[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
+    return [start.elapsed_time(end) for start, end in zip(stamps, stamps[1:])]
 
 
 def timed(functions, device) -> list[float]:
@@ -59,9 +59,9 @@ def in_turns(functions: dict, steps: int, device) -> dict:
     """Return {name: ms of `steps` calls}: TURNS turns of each function, so that all see the same clock and
     temperature of the GPU. The first call of a turn follows another function's, and is not counted."""
     times = {name: [] for name in functions}
-    for turn in range(TURNS):
+    for turn in range(min(steps, TURNS)):
         count = len(range(turn, steps, TURNS))  # the turns differ by one step at most
-        for name, function in functions.items() if count else ():
+        for name, function in functions.items():
             times[name] += timed([function] * (count + 1), device)[1:]
     return times
 
@@ -87,14 +87,18 @@ class Agreement:
     def verify(self, arm, step, batches) -> dict:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
         config = step.config
-        loss, norm = (value.item() for value in step(batches, 0.0))
-        expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
-        if not abs(loss - expected) < 0.3:
-            raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
+        loss, norm = step(batches, 0.0)
+        loss, norm = loss.item(), norm.item()
+        expected_loss = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+        if not abs(loss - expected_loss) < 0.3:  # NaN is refused, too
+            raise RuntimeError(
+                f"numerics: a loss of {loss:.3f} at initialization, not about {expected_loss:.3f}")
         first, expected = self.first.setdefault(config.grad_accum, (arm, norm))
         if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
             raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
-        last = [step(batches, CHECKED_LR)[0].item() for _ in range(4)][-1]
+        for _ in range(4):
+            last, _ = step(batches, CHECKED_LR)
+        last = last.item()
         if not last < loss:
             raise RuntimeError(f"numerics: the loss is {last:.5g} after three steps, from {loss:.5g}")
         return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
@@ -105,15 +109,18 @@ def phases_ms(step, batch, device, passes=5) -> dict:
     spans = []
     for _ in range(2 + passes):
         step.model.zero_grad(set_to_none=True)
-        start, loss = stamp(device), step.forward(*batch)
+        start = stamp(device)
+        loss = step.forward(*batch)
         after_forward = stamp(device)
         loss.backward()
         after_backward = stamp(device)
         step.update()
         spans.append(spans_ms([start, after_forward, after_backward, stamp(device)]))
     step.model.zero_grad(set_to_none=True)
-    names = ("forward_ms", "backward_ms", "optimizer_ms")
-    return dict(zip(names, map(statistics.median, zip(*spans[2:]))))
+    forward, backward, optimizer = zip(*spans[2:])
+    return {
+        "forward_ms": statistics.median(forward), "backward_ms": statistics.median(backward),
+        "optimizer_ms": statistics.median(optimizer)}
 
 
 def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -> dict:
@@ -121,20 +128,26 @@ def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -
 
     occupied: bytes that are not the step's. The other arguments are those of `measure`.
     """
-    config, on_gpu = step.config, device.type == "cuda"
-    for _ in range(warmup if warmup is not None else WARMUP if on_gpu else 1):
+    on_gpu = device.type == "cuda"
+    if warmup is None:
+        warmup = WARMUP if on_gpu else 1
+    for _ in range(warmup):
         step(batches, LR)
-    peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if on_gpu else None
-    steps_of = {"baseline": baseline, "step": step} if baseline is not None else {"step": step}
-    functions = {name: partial(function, batches, LR) for name, function in steps_of.items()}
+    peak_gib = None
+    if on_gpu:
+        peak_gib = (torch.cuda.max_memory_allocated() - occupied) / 2**30
+    functions = {"step": partial(step, batches, LR)}
+    if baseline is not None:
+        functions = {"baseline": partial(baseline, batches, LR)} | functions
     times = in_turns(functions, steps, device)
     ms = statistics.median(times["step"])
+    config = step.config
+    tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     figures = {
-        "ms": ms, "slowest_ms": max(times["step"]),
-        "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms,
-        ratio: None, "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
+        "ms": ms, "slowest_ms": max(times["step"]), "tokens_per_s": 1e3 * tokens / ms, ratio: None,
+        "peak_gib": peak_gib, "parameters": sum(p.numel() for p in step.model.parameters())}
     if baseline is not None:
-        ratios = [a / b for a, b in zip(times["baseline"], times["step"])]
+        ratios = [theirs / own for theirs, own in zip(times["baseline"], times["step"])]
         figures[ratio] = statistics.median(times["baseline"]) / ms
         figures[f"{ratio}_interval"] = interval_of_median(ratios)
     return figures
@@ -153,9 +166,11 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
         make: returns the step of an arm that is none of this kit's, from (config, device).
         ratio: the field that gets the speed over that of the baseline.
     """
-    config = arm_config(arm, config) if make is None else config
+    if make is None:
+        config = arm_config(arm, config)
     options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
-    model_config, batches = make_model_config("optimized", options), make_batches(config, device)
+    model_config = make_model_config("optimized", options)
+    batches = make_batches(config, device)
     free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if make is not None:
@@ -164,12 +179,16 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
         step = make_plain(arm, model_config, config, device)
     else:
         step = Training(config, device, batches)
-    checked = (agreement or Agreement()).verify(arm, step, batches)
+    if agreement is None:
+        agreement = Agreement()
+    checked = agreement.verify(arm, step, batches)
     figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
-    flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)
+    mfu = None
+    if peak_flops(device):
+        flops = flops_per_token(model_config, figures["parameters"], config.seq_len)
+        mfu = figures["tokens_per_s"] * flops / peak_flops(device)
     figures |= {
-        "arm": arm, "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
-        "cuda_graph": step.is_graph, "kernels": getattr(step, "kernels", ""),
+        "arm": arm, "mfu": mfu, "cuda_graph": step.is_graph, "kernels": getattr(step, "kernels", ""),
         "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
         "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
     if arm in ("plain", "nanogpt"):  # the baselines

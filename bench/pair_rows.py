@@ -1,8 +1,9 @@
-"""The rows of bench/pairs.py: options of train.py in which every two values stand together, as commands.
+"""The rows of bench/pairs.py: choices of train.py's options in which every two values stand together.
 
-A row is {option: value}. For each way to run the GEMMs, a "stack", the rows are a covering array, made by
-allpairspy (github.com/thombashi/allpairspy), without the pairs that train.py refuses. Those are `REFUSED` of
-nanote/config.py, and the options that a model file lacks.
+OPTIONS are the options and their values. A choice has one value of each: {option: value}. A stack is a way to
+run the GEMMs, in which some options have fewer values. `covering_array` makes the choices of a stack, without
+the pairs that train.py refuses, by allpairspy (github.com/thombashi/allpairspy). A `Row` is a choice and
+where it is trained, which makes it a command line.
 """
 import dataclasses
 import itertools
@@ -11,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.pair_refusals import TINY, refused_pairs
 from nanote import config
 
-# ---------------------------------------------------------------- options, and who runs them
+# ---------------------------------------------------------------- options, stacks, parts, places
 
-# A row has one value of each. The names are those of TrainConfig, but for `layout`, `data` and NANOTE_ENGINE.
-PARAMETERS = {
+OPTIONS = {  # names are those of TrainConfig, but for `layout` and `data`
     "model": ("auto", "fast", "optimized", "advanced", "fused", "custom", "te"),
     "fp8_recipe": ("delayed", "current", "block", "mxfp8", "nvfp4", "none"),
     "fp8_format": ("auto", "hybrid", "e4m3"),
@@ -35,26 +36,39 @@ PARAMETERS = {
     "cuda_graph": ("auto", "off"),
     "preset": ("gpt2-124m", "tiny"),  # GPT-2's network, and Llama's
 }
-STACKS = {  # {who runs the GEMMs: values of NANOTE_ENGINE, and of the options that have fewer values there}
+# Stacks: the values of NANOTE_ENGINE, which counts as an option, and of options that have fewer values there.
+STACKS = {
     "te_reference": dict(NANOTE_ENGINE=("reference",)),
     "te": dict(NANOTE_ENGINE=("te",)),
     "fast_kernels": dict(NANOTE_ENGINE=("fast",), model=("optimized", "advanced", "fused", "custom", "te")),
-    "model_te_fast": dict(NANOTE_ENGINE=("", "fast"), model=("auto", "fast"), fp8_recipe=("delayed", "none"),
-                          dtype=("bfloat16",), compile=(False,)),  # else `auto` is not the fast model
+    "model_te_fast": dict(  # with other values --model auto is not the fast model
+        NANOTE_ENGINE=("", "fast"), model=("auto", "fast"), fp8_recipe=("delayed", "none"),
+        dtype=("bfloat16",), compile=(False,)),
 }
-PARTS = ("cpu", "gpu", "gpus")
+PARTS = ("cpu", "gpu", "gpus")  # machines: without a GPU, with one, with two
 OTHER_CARD = ("mxfp8", "nvfp4")  # recipes of Transformer Engine that need Blackwell
-PLACES = {  # {where a run is made: (steps, its size)}. A step has 4 sequences
-    "cpu": (4, "--n-head 2 --n-embd 64 --seq-len 32 --eval-tokens 64 --device cpu"),
-    # Triton's, in which a step takes seconds
-    "interpreter": (2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu"),
-    "gpu": (4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024"),
-}
-SEQUENCES = 4
-TRAINING = "--lr 3e-4 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
-# Options that went wrong together, and more than two: each stack has a row with them.
+# Options that went wrong together, and are more than two: each stack has a row with them.
 MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
-# Rows of model_te_fast for the interpreter; their other options are chosen.
+# Tracing te_reference is slow, in two processes most, and fastest without FP8: one of its rows does that.
+COMPILED_ON_TWO = dict(layout="ddp", compile=True, fp8_recipe="none")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row is trained: for how many steps, and with options for a size that is fast there."""
+
+    name: str
+    steps: int
+    size: str
+
+
+CPU = Place("cpu", 4, TINY)
+INTERPRETER = Place(  # Triton's, in which a step takes seconds
+    "interpreter", 2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu")
+GPU = Place("gpu", 4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024")
+SEQUENCES = 4  # of a step
+TRAINING = "--lr 3e-4 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
+# Rows of model_te_fast for the interpreter. Their other options get the first value that is not refused.
 INTERPRETED = (
     dict(fp8_recipe="delayed", data="packed", use_rotary=False, grad_accum=2, preset="gpt2-124m"),
     dict(fp8_recipe="delayed", data="plain", use_rotary=True, tie_embeddings=False, dropout=0.1,
@@ -63,247 +77,242 @@ INTERPRETED = (
 )
 
 
-def part_of(row: dict) -> str:
-    """Return the part of the test that trains a row."""
-    if row["NANOTE_ENGINE"] == "reference":
+def values_of(stack: str) -> dict[str, tuple]:
+    """Return {option: values} of a stack."""
+    return {"NANOTE_ENGINE": ()} | OPTIONS | STACKS[stack]
+
+
+def part_of(choice: dict) -> str:
+    """Return the part of the test that trains a choice."""
+    if choice["NANOTE_ENGINE"] == "reference":
         return "cpu"
-    return "gpu" if row["layout"] == "one process" else "gpus"
+    return "gpu" if choice["layout"] == "one process" else "gpus"
 
 
-def as_options(row: dict) -> dict:
-    """Return a row, or a part of it, by the names of TrainConfig."""
-    options = {name: value for name, value in row.items() if name not in ("layout", "data")}
-    if row.get("layout", "one process") != "one process":
-        options["parallel"] = row["layout"]
-    if row.get("data") == "packed":
+def train_options(choice: dict) -> dict:
+    """Return a choice, or a part of it, by the names of TrainConfig."""
+    options = {name: value for name, value in choice.items() if name not in ("layout", "data")}
+    if choice.get("layout", "one process") != "one process":
+        options["parallel"] = choice["layout"]
+    if choice.get("data") == "packed":
         options["pack_documents"] = True
     return options
 
 
-# ---------------------------------------------------------------- refused pairs
-
-EXAMPLES = dict(n_kv_head=2, head_dim=32, rope_theta=5e5, activation="swiglu", attention="sdpa",
-                attn_dropout=0.1)  # values of options that are no switches
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Options that do not go together, as (name, value), and why: two, or three for an engine's."""
-
-    options: tuple
-    reason: str
-
-    def matches(self, options: dict) -> bool:
-        return all(options.get(name) == value for name, value in self.options)
-
-
-def refused_pairs() -> list[Refused]:
-    """Return all refused pairs: those of nanote/config.py, and the options that each model file lacks."""
-    pairs = []
-    for refusal in config.REFUSED:
-        values = [[(setting.option, value) for value in examples(setting)] for setting in refusal.settings]
-        pairs += [Refused(options, refusal.reason) for options in itertools.product(*values)]
-    return pairs + [Refused((("model", model), option), "the model file has no such option")
-                    for model in ("fast", "advanced", "fused", "custom", "te")
-                    for option in lacked_options(model)]
-
-
-def examples(setting: config.Setting) -> tuple:
-    """Return values of an option with which a setting of REFUSED applies."""
-    if not setting.values:
-        return (EXAMPLES.get(setting.option, switched_on(setting.option)),)
-    return tuple("custom:my_recipe.quantizer_for" if value == "custom" else value for value in setting.values)
-
-
-def switched_on(option: str):
-    return True if isinstance(getattr(config.TrainConfig(), option), bool) else 1
-
-
-def lacked_options(model: str):
-    """Yield the options that a model file lacks, each with a value that asks for it."""
-    from nanote import models
-    model_class, config_class = models.model_classes(model)
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    listed = set()
-    for refusal in config.REFUSED:
-        first, second, *_ = refusal.settings
-        if first.option == "model" and model in first.values:
-            listed.add(second.option)
-    if not models.takes_argument(model_class, "cu_seqlens"):
-        yield "pack_documents", True
-    for option in models.MODEL_OPTIONS:
-        if option not in fields and option not in listed:  # else the row of REFUSED has a better reason
-            yield option, EXAMPLES.get(option, switched_on(option))
-
-
 # ---------------------------------------------------------------- covering arrays
 
-def parameters_of(stack: str) -> dict:
-    return {"NANOTE_ENGINE": ()} | PARAMETERS | STACKS[stack]
-
-
-def pairs_of(row: dict) -> set:
-    """Return the pairs ((name, value), (name, value)) that stand together in a row."""
-    return set(itertools.combinations(row.items(), 2))
-
-
 class Rules:
-    """Which rows train.py takes."""
+    """Which choices train.py takes."""
 
     def __init__(self):
         self.refused = refused_pairs()
 
-    def allows(self, row: dict) -> bool:
-        """Return whether no two options of a row, or of a part of it, are refused."""
-        options = as_options(row)
-        return not any(pair.matches(options) for pair in self.refused)
+    def allows(self, choice: dict) -> bool:
+        """Return whether a choice, or a part of one, has no refused pair."""
+        options = train_options(choice)
+        return not any(pair.is_in(options) for pair in self.refused)
 
-    def complete(self, row: dict, parameters: dict) -> dict | None:
-        """Return a row that begins with these values; None if each would be refused."""
-        missing = [name for name in parameters if name not in row]
-        if not self.allows(row) or not missing:
-            return row if self.allows(row) else None
-        found = (self.complete(row | {missing[0]: value}, parameters) for value in parameters[missing[0]])
-        return next((whole for whole in found if whole), None)
-
-
-def covering_array(stack: str, rules: Rules) -> list[dict]:
-    """Return rows in which every two values of two options of a stack stand together, unless refused."""
-    from allpairspy import AllPairs
-    parameters = parameters_of(stack)
-    if stack == "te":
-        here = [recipe for recipe in parameters["fp8_recipe"] if recipe not in OTHER_CARD]
-        parameters["fp8_recipe"] = tuple(here)
-    names = list(parameters)
-
-    def is_good(values) -> bool:
-        row = dict(zip(names, values))
-        is_slow = row.get("compile") and row.get("layout", "one process") != "one process"
-        return rules.allows(row) and not is_slow
-
-    rows = [dict(zip(names, values)) for values in AllPairs(list(parameters.values()), filter_func=is_good)]
-    rows = [row for row in rows if len(row) == len(names)]
-    left = wanted_pairs(parameters, rules) - set().union(*map(pairs_of, rows))
-    while left:  # those of slow rows, and what allpairspy leaves out where many pairs are refused
-        whole = rules.complete(dict(sorted(left, key=repr)[0]), parameters)
-        rows.append({name: whole[name] for name in names})
-        left -= pairs_of(rows[-1])
-    for name, cheap in (("compile", False), ("layout", "one process"), ("layout", "one process")):
-        rows = with_fewer(rows, name, cheap, rules)
-    for options in MORE_THAN_PAIRS:
-        if not any(options.items() <= row.items() for row in rows):
-            whole = rules.complete(options, parameters)
-            rows.append({name: whole[name] for name in names})
-    return rows
+    def complete(self, start: dict, values: dict) -> dict | None:
+        """Return the first choice that has the values of `start`; None if each would be refused."""
+        if not self.allows(start):
+            return None
+        missing = [option for option in values if option not in start]
+        if not missing:
+            return {option: start[option] for option in values}  # in the order of all choices
+        option = missing[0]
+        for value in values[option]:
+            choice = self.complete(start | {option: value}, values)
+            if choice is not None:
+                return choice
+        return None
 
 
-def wanted_pairs(parameters: dict, rules: Rules) -> set:
-    """Return the pairs that some row could have."""
+def pairs_of(choice: dict) -> set:
+    """Return the pairs ((option, value), (option, value)) that stand together in a choice."""
+    return set(itertools.combinations(choice.items(), 2))
+
+
+def pairs_in(choices: list[dict]) -> set:
+    """Return the pairs that stand together in some of the choices."""
+    return set().union(*map(pairs_of, choices))
+
+
+def allowed_pairs(values: dict, rules: Rules) -> set:
+    """Return the pairs that stand together in some choice that train.py takes."""
     pairs = set()
-    for one, other in itertools.combinations(parameters, 2):
-        for values in itertools.product(parameters[one], parameters[other]):
-            pair = dict(zip((one, other), values))
-            if rules.complete(pair, parameters):
+    for one, other in itertools.combinations(values, 2):
+        for value, other_value in itertools.product(values[one], values[other]):
+            pair = {one: value, other: other_value}
+            if rules.complete(pair, values):
                 pairs.add(tuple(pair.items()))
     return pairs
 
 
-def with_fewer(rows: list, name: str, cheap, rules: Rules) -> list[dict]:
-    """Leave out rows that no pair needs, and give an option its cheap value wherever no pair is lost."""
-    rows = sorted(rows, key=lambda row: -row["compile"])  # the slow ones first
-    count = Counter(itertools.chain(*map(pairs_of, rows)))
-    for number, row in enumerate(rows):
-        changed = row | {name: cheap}
-        lost = {pair for pair in pairs_of(row) if count[pair] == 1}
-        if not lost:
-            rows[number] = None
-            count -= Counter(pairs_of(row))
-        elif rules.allows(changed) and lost <= pairs_of(changed):
-            rows[number] = changed
-            count += Counter(pairs_of(changed))
-            count -= Counter(pairs_of(row))
-    return [row for row in rows if row]
+def covering_array(stack: str, rules: Rules) -> list[dict]:
+    """Return choices in which all allowed pairs of a stack stand together."""
+    values = values_of(stack)
+    if stack == "te":
+        values["fp8_recipe"] = tuple(name for name in values["fp8_recipe"] if name not in OTHER_CARD)
+    choices = choices_of_allpairs(values, rules)
+    if stack == "te_reference":
+        choices.append(rules.complete(COMPILED_ON_TWO, values))
+    left = allowed_pairs(values, rules) - pairs_in(choices)
+    while left:  # what allpairspy leaves out where many pairs are refused
+        pair = min(left, key=repr)
+        choices.append(rules.complete(dict(pair), values))
+        left -= pairs_of(choices[-1])
+    choices = make_cheaper(choices, "compile", False, rules)
+    choices = make_cheaper(choices, "layout", "one process", rules)
+    choices = make_cheaper(choices, "layout", "one process", rules)  # again: some are useless now
+    for options in MORE_THAN_PAIRS:
+        if not any(options.items() <= choice.items() for choice in choices):
+            choices.append(rules.complete(options, values))
+    return choices
 
 
-def rows_of(part: str) -> list[tuple]:
-    """Return the rows of a part, as (stack, row, place)."""
+def choices_of_allpairs(values: dict, rules: Rules) -> list[dict]:
+    """Return the choices that allpairspy makes, none of which is refused, or compiled in two processes."""
+    from allpairspy import AllPairs
+
+    def is_good(some_values) -> bool:  # allpairspy asks after each value that it adds
+        choice = dict(zip(values, some_values))
+        in_two_processes = choice.get("layout", "one process") != "one process"
+        is_slow = choice.get("compile", False) and in_two_processes
+        return rules.allows(choice) and not is_slow
+
+    found = AllPairs(list(values.values()), filter_func=is_good)
+    choices = [dict(zip(values, all_values)) for all_values in found]
+    return [choice for choice in choices if len(choice) == len(values)]
+
+
+def make_cheaper(choices: list[dict], option: str, cheap, rules: Rules) -> list[dict]:
+    """Leave out choices whose pairs other choices have, and give `option` its cheap value in those that have
+    no pair alone that would be lost."""
+    choices = sorted(choices, key=lambda choice: choice["compile"], reverse=True)  # the slow ones first
+    count = Counter()
+    for choice in choices:
+        count.update(pairs_of(choice))
+    kept = []
+    for choice in choices:
+        only_here = {pair for pair in pairs_of(choice) if count[pair] == 1}
+        if not only_here:
+            count.subtract(pairs_of(choice))
+            continue
+        changed = choice | {option: cheap}
+        if rules.allows(changed) and only_here <= pairs_of(changed):
+            count.subtract(pairs_of(choice))
+            count.update(pairs_of(changed))
+            choice = changed
+        kept.append(choice)
+    return kept
+
+
+# ---------------------------------------------------------------- rows
+
+@dataclass
+class Row:
+    """A choice that is trained, and where."""
+
+    stack: str
+    choice: dict
+    place: Place
+    layers: int
+
+    @property
+    def engine(self) -> str:
+        """The value of NANOTE_ENGINE; "": unset."""
+        return self.choice["NANOTE_ENGINE"]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.choice["layout"] == "one process" else 2
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it. The plain row of such a row has its size, and needs none."""
+        return self.place is INTERPRETER and self.engine != "reference"
+
+    def plain(self) -> "Row":
+        """Return the row of the same network, data and optimizer without what only changes how a step is
+        computed: on te_reference, in one process, without FP8."""
+        model = self.choice["model"]
+        if model in ("auto", "fast"):
+            model = "optimized"
+        plain = dict(
+            NANOTE_ENGINE="reference", model=model, fp8_recipe="none", fp8_format="auto",
+            layout="one process", grad_accum=1, gradient_checkpointing=False, loss_chunks=1,
+            compile=False, cuda_graph="off")
+        return dataclasses.replace(self, choice=self.choice | plain)
+
+    def arguments(self, corpora: str) -> list[str]:
+        """Return train.py's arguments, without values that are the preset's."""
+        corpus = "answers" if self.choice["data"] == "answers only" else "documents"
+        before_last = str(self.place.steps - 1)
+        micro_batch = SEQUENCES // (self.ranks * self.choice["grad_accum"])
+        return [
+            *self._chosen_arguments(), *self.place.size.split(), *TRAINING.split(),
+            "--n-layer", str(self.layers), "--max-steps", str(self.place.steps),
+            "--eval-interval", before_last, "--checkpoint-interval", before_last,
+            "--micro-batch-size", str(micro_batch), "--data", f"{corpora}/{corpus}"]
+
+    def _chosen_arguments(self) -> list[str]:
+        preset = self.choice["preset"]
+        defaults = vars(config.TrainConfig(**config.PRESETS[preset]))
+        options = train_options(self.choice)
+        del options["preset"], options["NANOTE_ENGINE"]
+        if options["model"] in ("fused", "custom", "te"):  # with learned positions, whatever the preset
+            del options["use_rotary"]
+        arguments = ["--preset", preset]
+        for name, value in options.items():
+            if value != defaults[name]:
+                arguments += config.as_typed(name, value).split()
+        return arguments
+
+    def command(self, corpora: str) -> str:
+        """Return the line that trains the row, for a shell."""
+        launcher = "python" if self.ranks == 1 else "torchrun --nproc-per-node 2"
+        command = f"{launcher} train.py {shlex.join(self.arguments(corpora))}"
+        if self.engine:
+            command = f"NANOTE_ENGINE={self.engine} {command}"
+        if self.is_interpreted:
+            command = f"TRITON_INTERPRET=1 {command}"
+        return command
+
+
+def rows_of(part: str) -> list[Row]:
+    """Return the rows of a part."""
     rules = Rules()
-    place = "cpu" if part == "cpu" else "gpu"
-    rows = [(stack, row, place) for stack in STACKS if (stack == "te_reference") == (part == "cpu")
-            for row in covering_array(stack, rules) if part_of(row) == part]
     if part == "cpu":
-        parameters = parameters_of("model_te_fast")
-        fixed = dict(NANOTE_ENGINE="fast", model="fast", layout="one process", cuda_graph="off")
-        for some in INTERPRETED:
-            row = rules.complete(fixed | some, parameters)
-            rows.append(("model_te_fast", {name: row[name] for name in parameters}, "interpreter"))
+        rows = []
+        for choice in covering_array("te_reference", rules):
+            layers = 1 if choice["compile"] else 2  # Dynamo traces te_reference
+            rows.append(Row("te_reference", choice, CPU, layers))
+        return rows + interpreted_rows(rules)
+    rows = []
+    for stack in ("te", "fast_kernels", "model_te_fast"):
+        for choice in covering_array(stack, rules):
+            if part_of(choice) == part:
+                rows.append(Row(stack, choice, GPU, layers=2))
     return rows
 
 
-# ---------------------------------------------------------------- a row as a command
-
-def arguments_of(row: dict, place: str, corpora: str, layers: int) -> list[str]:
-    """Return train.py's arguments for a row, without the values that the preset has."""
-    ranks, (steps, size) = 1 if row["layout"] == "one process" else 2, PLACES[place]
-    defaults = vars(config.TrainConfig(**config.PRESETS[row["preset"]]))
-    is_plain_gpt = row["model"] in ("fused", "custom", "te")  # with learned positions, whatever the preset
-    arguments = ["--preset", row["preset"]]
-    for name, value in as_options(row).items():
-        if name in ("preset", "NANOTE_ENGINE") or name == "use_rotary" and is_plain_gpt:
-            continue
-        if value != defaults[name]:
-            arguments += config.as_typed(name, value).split()
-    corpus = "answers" if row["data"] == "answers only" else "documents"
-    return [*arguments, *size.split(), *TRAINING.split(), "--n-layer", str(layers), "--max-steps", str(steps),
-            "--eval-interval", str(steps - 1), "--checkpoint-interval", str(steps - 1),
-            "--micro-batch-size", str(SEQUENCES // (ranks * row["grad_accum"])),
-            "--data", f"{corpora}/{corpus}"]
-
-
-def layers_of(row: dict, place: str) -> int:
-    """Return the blocks of a row's model: one in the interpreter, or where Dynamo traces te_reference."""
-    return 1 if place == "interpreter" or row["compile"] and place == "cpu" else 2
-
-
-def command_of(row: dict, place: str, corpora: str) -> str:
-    """Return the line that trains a row, for a shell."""
-    engine = f"NANOTE_ENGINE={row['NANOTE_ENGINE']} " if row["NANOTE_ENGINE"] else ""
-    engine = f"TRITON_INTERPRET=1 {engine}" if place == "interpreter" else engine
-    launcher = "python" if row["layout"] == "one process" else "torchrun --nproc-per-node 2"
-    arguments = arguments_of(row, place, corpora, layers_of(row, place))
-    return f"{engine}{launcher} train.py {shlex.join(arguments)}"
-
-
-def plain_row(row: dict) -> dict:
-    """Return the row with the same network, data and optimizer, without what only changes how it is computed:
-    on te_reference, in one process, without FP8."""
-    model = "optimized" if row["model"] in ("auto", "fast") else row["model"]
-    return row | dict(NANOTE_ENGINE="reference", model=model, fp8_recipe="none", fp8_format="auto",
-                      layout="one process", grad_accum=1, gradient_checkpointing=False, loss_chunks=1,
-                      compile=False, cuda_graph="off")
+def interpreted_rows(rules: Rules) -> list[Row]:
+    """Return the rows of model_te_fast for Triton's interpreter."""
+    values = values_of("model_te_fast")
+    fixed = dict(NANOTE_ENGINE="fast", model="fast", layout="one process", cuda_graph="off")
+    choices = [rules.complete(fixed | some, values) for some in INTERPRETED]
+    return [Row("model_te_fast", choice, INTERPRETER, layers=1) for choice in choices]
 
 
 def make_corpora(folder: str) -> None:
     """Write the token files of the rows: documents, and questions whose answers alone are labels."""
     from nanote.tokens import write_tokens
-    documents = ["".join(chr(97 + (i * j + j // 3) % 26) for j in range(5 + 7 * i % 60)) for i in range(400)]
-    pairs = [["q" * (3 + i % 7), f"{i % 10}{i % 7}{i % 3}."] for i in range(1000)]
-    for name, texts, answers_only in (("documents", documents, False), ("answers", pairs, True)):
-        if not Path(folder, name).exists():
-            write_tokens(iter(texts), Path(folder, name), val_fraction=0.2, answers_only=answers_only)
-
-
-def refused_arguments(refused: Refused, corpora: str) -> list[str]:
-    """Return train.py's arguments that try a refused pair, with defaults otherwise; one step if it trains."""
-    options = [config.as_typed(name, value).split() for name, value in refused.options
-               if name != "NANOTE_ENGINE"]
-    once = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"
-    rest = f"{PLACES['cpu'][1]} {once} --data {corpora}/documents"
-    return [*itertools.chain(*options), *rest.split()]
-
-
-def refused_command(refused: Refused, corpora: str) -> str:
-    """Return the line that tries a refused pair, for a shell."""
-    engine = dict(refused.options).get("NANOTE_ENGINE")
-    set_engine = f"NANOTE_ENGINE={engine} " if engine else ""
-    return f"{set_engine}python train.py {shlex.join(refused_arguments(refused, corpora))}"
+    documents = []
+    for i in range(400):
+        letters = [chr(97 + (i * j + j // 3) % 26) for j in range(5 + 7 * i % 60)]
+        documents.append("".join(letters))
+    questions = [["q" * (3 + i % 7), f"{i % 10}{i % 7}{i % 3}."] for i in range(1000)]
+    if not Path(folder, "documents").exists():
+        write_tokens(iter(documents), Path(folder, "documents"), val_fraction=0.2)
+    if not Path(folder, "answers").exists():
+        write_tokens(iter(questions), Path(folder, "answers"), val_fraction=0.2, answers_only=True)

@@ -1,14 +1,16 @@
-"""Runs of train.py one after the other in worker processes, for bench/pairs.py: `Worker` starts a process, or
-one for each of two ranks, and reads results; `work` is what they do.
+"""Runs of train.py one after the other in worker processes, for bench/pairs.py.
 
     python bench/pair_runs.py JOB.json RESULTS.jsonl
 
-A job is {"folder": …, "place": "cpu", "interpreter" or "gpu", "runs": [{"name": …, "arguments": [],
-"steps": 4, "resume": []}]}. `resume` are further arguments of a resume before the last step; None: there is
-none. A line of the results is a run's name, its metrics.jsonl, the same after the resume, or its error.
+A `Run` is a run of train.py and, where it resumes, a second one from before its last step. A `Worker` starts
+a process, or one for each of two ranks, that makes some runs (`work`), and reads their results: for each run
+a line with its name and metrics.jsonl, the same after the resume, or its error. JOB.json is {"folder": …,
+"kind": "cpu", "interpreter" or "gpu", "runs": […]}, with the fields of Run.
 
-A worker ends after a failed run: an error on a GPU is often an error in every later run of the process.
+A worker's processes end after a failed run, and new ones make the rest: an error on a GPU is often an error
+in every later run of the process.
 """
+import dataclasses
 import gc
 import json
 import multiprocessing
@@ -20,21 +22,35 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LONGEST_RUN = 240  # seconds without a result
+LONGEST_WAIT = 5  # seconds, of a rank for one that has failed
 
 
-def prepare(place: str) -> None:
-    """Replace in this process what a row need not test, and on a CPU what takes too long."""
+@dataclass
+class Run:
+    name: str  # its folder
+    arguments: list[str]  # of train.py
+    steps: int
+    resumes: bool  # before its last step
+    resume_arguments: list[str]  # with --resume
+    cost: int  # relative to other runs
+
+
+# ---------------------------------------------------------------- in a worker process
+
+def prepare(kind: str) -> None:
+    """Replace in this process what a run need not test, and on a CPU what takes too long."""
     import torch
 
     from nanote import logs
     logs.plot_losses = lambda folder: None
     logs.open_tensorboard = lambda folder, first_step: (lambda scalars, step: None, lambda: None)
-    if place == "gpu":
+    if kind == "gpu":
         return
     compile_ = torch.compile
 
@@ -43,31 +59,36 @@ def prepare(place: str) -> None:
     torch.compile = trace_only  # the traced graph runs uncompiled: a minute less for each model
 
 
-def make_run(run: dict) -> dict:
-    """Make a run, resume it before its last step, and return its records in metrics.jsonl."""
+def train_to_the_end(folder: str, arguments: list[str]) -> list[dict]:
+    """Run train.py in this process; return the records of metrics.jsonl."""
     import torch
 
     import train
     from bench.step import forget_models
     from nanote import parallel
     from nanote.logs import read_metrics
+    forget_models()
+    torch._dynamo.reset()
+    code = train.run([*arguments, "--out-dir", folder])
+    if code != 0:
+        raise RuntimeError(f"train.py ended with code {code}")
+    return parallel.on_rank0(lambda: read_metrics(Path(folder, "metrics.jsonl")))
 
-    def train_run(arguments):
-        forget_models()
-        torch._dynamo.reset()
-        code = train.run([*arguments, "--out-dir", folder])
-        if code != 0:
-            raise RuntimeError(f"train.py ended with code {code}")
-        return parallel.on_rank0(lambda: read_metrics(Path(folder, "metrics.jsonl")))
 
-    folder = run["name"]
-    parallel.on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
-    found = {"metrics": train_run(run["arguments"])}
-    if run["resume"] is not None:
-        parallel.on_rank0(lambda: shutil.rmtree(Path(folder, f"step-{run['steps']}")))
-        found["resumed"] = train_run(["--resume", *run["resume"]])
-    parallel.on_rank0(lambda: shutil.rmtree(folder))
-    return found
+def make_run(run: Run) -> dict:
+    """Make a run and its resume; return the records of both."""
+    from nanote import parallel
+
+    def remove(folder):
+        parallel.on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    remove(run.name)
+    result = {"metrics": train_to_the_end(run.name, run.arguments)}
+    if run.resumes:
+        remove(Path(run.name, f"step-{run.steps}"))
+        result["resumed"] = train_to_the_end(run.name, ["--resume", *run.resume_arguments])
+    remove(run.name)
+    return result
 
 
 def append(path: str, record: dict) -> None:
@@ -79,61 +100,70 @@ def work(job: dict, results: str) -> int:
     """Make the runs of a job. Rank 0 appends a line for each to the file `results`."""
     from nanote import parallel
     from nanote.config import in_a_line
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(job["folder"])
-    prepare(job["place"])
+    prepare(job["kind"])
     gc.freeze()  # what is imported: collections between runs do not look at it
-    ranks = parallel.start()
-    for run in job["runs"]:
-        began = time.monotonic()
-        if ranks.rank == 0:
-            print(f"\n=== {run['name']} ===", flush=True)
+    is_rank0 = parallel.start().rank == 0
+    for fields in job["runs"]:
+        run = Run(**fields)
+        start = time.monotonic()
+        if is_rank0:
+            print(f"\n=== {run.name} ===", flush=True)
         try:
-            found = make_run(run)
+            result = make_run(run)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            append(results, {"name": run["name"], "error": in_a_line(error)})
+            append(results, {"name": run.name, "error": in_a_line(error)})
             return 1
-        if ranks.rank == 0:
-            append(results, found | {"name": run["name"], "seconds": round(time.monotonic() - began, 1)})
+        if is_rank0:
+            seconds = round(time.monotonic() - start, 1)
+            append(results, result | {"name": run.name, "seconds": seconds})
     return 0
 
 
 # ---------------------------------------------------------------- processes
 
 class Worker:
-    """Processes that make runs one after the other: one process, or one for each of two ranks.
+    """Processes that make runs one after the other: one process, or one for each of two ranks."""
 
-    After a failed run they end, and new ones make the runs that are left.
-    """
-
-    def __init__(self, engine: str, place: str, ranks: int, runs: list[dict], folder: Path):
-        self.engine, self.place, self.ranks, self.runs, self.folder = engine, place, ranks, runs, folder
-        self.results, self.log, self.job = folder / "results.jsonl", folder / "log.txt", folder / "job.json"
+    def __init__(self, engine: str, kind: str, ranks: int, runs: list[Run], folder: Path):
+        self.engine = engine
+        self.kind = kind
+        self.ranks = ranks
+        self.runs = runs
+        self.job = folder / "job.json"
+        self.results = folder / "results.jsonl"
+        self.log = folder / "log.txt"
+        self.found = {}  # {name of a run: its result}
+        self.processes = []
         folder.mkdir(parents=True)
         self.results.touch()
-        self.found, self.processes = {}, []  # {name of a run: its result}
+
+    def runs_left(self) -> list[Run]:
+        return [run for run in self.runs if run.name not in self.found]
 
     def start(self) -> None:
         """Start the processes for the runs that have no result yet."""
-        self.news, self.found_before = time.monotonic(), len(self.found)
-        left = [run for run in self.runs if run["name"] not in self.found]
-        self.job.write_text(json.dumps(dict(folder=str(self.folder), place=self.place, runs=left)))
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        self.last_result = time.monotonic()
+        self.found_before = len(self.found)
+        runs = [dataclasses.asdict(run) for run in self.runs_left()]
+        job = {"folder": str(self.job.parent), "kind": self.kind, "runs": runs}
+        self.job.write_text(json.dumps(job))
+        port = free_port()
         self.processes = [self._start_rank(rank, port) for rank in range(self.ranks)]
 
     def _start_rank(self, rank: int, port: int):
         environment = {"OMP_NUM_THREADS": "1", "NANOTE_ENGINE": self.engine}
         if self.ranks > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks),
-                            "LOCAL_WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "localhost",
-                            "MASTER_PORT": str(port)}
-        if self.place == "interpreter":
+            environment |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        if self.kind == "interpreter":
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if self.place == "cpu":  # a fork has imported everything
+        if self.kind == "cpu":  # a fork has imported everything
             process = multiprocessing.get_context("fork").Process(target=self._in_fork, args=(environment,))
             process.start()
             return process
@@ -144,8 +174,8 @@ class Worker:
     def _in_fork(self, environment: dict) -> None:
         import torch
         log = open(self.log, "a", buffering=1)
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         os.environ.update(environment)
         torch.set_num_threads(1)  # a fork has no threads of OpenMP
@@ -157,60 +187,78 @@ class Worker:
             os._exit(code)
 
     def poll(self) -> bool:
-        """Return whether each run has a result. Start processes for those that are left after a failure."""
+        """Return whether every run has a result. Start processes for those that are left after a failure."""
         self._read()
-        codes = [code_of(process) for process in self.processes]
-        if None in codes:
-            patience = 5 if any(codes) else LONGEST_RUN  # a rank waits for one that has failed
-            if time.monotonic() - self.news < patience:
+        codes = [exit_code(process) for process in self.processes]
+        if None in codes:  # one is still at work
+            has_failed = any(codes)
+            patience = LONGEST_WAIT if has_failed else LONGEST_RUN
+            if time.monotonic() - self.last_result < patience:
                 return False
             self.end()
         self._read()
-        left = [run["name"] for run in self.runs if run["name"] not in self.found]
-        if left and len(self.found) == self.found_before:  # the first of them ended its process
-            self.found[left[0]] = {"error": f"the process ended with {codes}, or ran {LONGEST_RUN} s"}
-            left = left[1:]
-        if left:
-            self.start()
-        return not left
+        if self.runs_left() and len(self.found) == self.found_before:  # the first one ended its process
+            error = f"the process ended with {codes}, or ran {LONGEST_RUN} s"
+            self.found[self.runs_left()[0].name] = {"error": error}
+        if not self.runs_left():
+            return True
+        self.start()
+        return False
 
     def _read(self) -> None:
         """Read the results that have come."""
-        results = [json.loads(line) for line in self.results.read_text().splitlines()]
-        for result in results:
+        for line in self.results.read_text().splitlines():
+            result = json.loads(line)
             if result["name"] not in self.found:
-                self.found[result["name"]], self.news = result, time.monotonic()
+                self.found[result["name"]] = result
+                self.last_result = time.monotonic()
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.wait() if isinstance(process, subprocess.Popen) else process.join()
+            if isinstance(process, subprocess.Popen):
+                process.wait()
+            else:
+                process.join()
 
 
-def code_of(process) -> int | None:
-    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+def exit_code(process) -> int | None:
+    """Return the exit code of a process, None if it runs."""
+    if isinstance(process, subprocess.Popen):
+        return process.poll()
+    return process.exitcode
 
 
-def divided(runs: dict, parts: int) -> list[list]:
-    """Return the runs in `parts` lists of about equal cost."""
-    lists, costs = [[] for _ in range(parts)], [0] * parts
-    for name, run in sorted(runs.items(), key=lambda item: -item[1]["cost"]):
-        cheapest = costs.index(min(costs))
-        lists[cheapest].append(run | {"name": name})
-        costs[cheapest] += run["cost"]
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def cost_of(runs: list[Run]) -> int:
+    return sum(run.cost for run in runs)
+
+
+def divided(runs: list[Run], parts: int) -> list[list[Run]]:
+    """Return the runs in up to `parts` lists of about equal cost."""
+    lists = [[] for _ in range(parts)]
+    for run in sorted(runs, key=lambda run: run.cost, reverse=True):
+        min(lists, key=cost_of).append(run)
     return [some for some in lists if some]
 
 
-def results_of(waiting: list[Worker], jobs: int):
-    """Let up to `jobs` workers make their runs at a time; yield (name of a run, result) as they end."""
-    waiting.sort(key=lambda worker: (-worker.ranks, -sum(run["cost"] for run in worker.runs)))
-    active, seen = [], set()
+def results_of(workers: list[Worker], jobs: int):
+    """Let up to `jobs` workers at a time make their runs; yield (name of a run, its result) as they end."""
+    waiting = sorted(workers, key=lambda worker: (worker.ranks, cost_of(worker.runs)), reverse=True)
+    active = []
+    seen = set()
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
-                active.append(waiting.pop(0))
-                active[-1].start()
+                worker = waiting.pop(0)
+                worker.start()
+                active.append(worker)
             for worker in list(active):
                 if worker.poll():
                     active.remove(worker)

@@ -40,8 +40,8 @@ def make_figure(width, height, rows=1, columns=1, **options):
 
 def origin(rows) -> str:
     """Return where rows were measured."""
-    return "; ".join(dict.fromkeys(
-        f"{row['gpu']}, torch {row['torch']}, TE {row['te']}, {row['date']}" for row in rows))
+    origins = [f"{row['gpu']}, torch {row['torch']}, TE {row['te']}, {row['date']}" for row in rows]
+    return "; ".join(dict.fromkeys(origins))  # each once
 
 
 def draw_stack(rows, path):
@@ -49,18 +49,19 @@ def draw_stack(rows, path):
     from matplotlib.patches import Patch
 
     figure, axes = make_figure(10, 4.6)
-    bars = axes.bar([row["label"] for row in rows], [row["tokens_per_s"] / 1e3 for row in rows],
-                    color=["tab:gray" if row["arm"].startswith("plain") else "tab:green" for row in rows])
-    first = rows[0]["tokens_per_s"]
-    labels = [f"{row['tokens_per_s'] / 1e3:.0f} k\n{row['tokens_per_s'] / first:.2f} ×" for row in rows]
+    changes = [row["label"] for row in rows]
+    speeds = [row["tokens_per_s"] / 1e3 for row in rows]
+    colors = ["tab:gray" if row["arm"].startswith("plain") else "tab:green" for row in rows]
+    bars = axes.bar(changes, speeds, color=colors)
+    labels = [f"{speed:.0f} k\n{speed / speeds[0]:.2f} ×" for speed in speeds]
     axes.bar_label(bars, labels, fontsize=9, padding=2)
     axes.tick_params(axis="x", labelsize=8, length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
     axes.set(ylabel="thousand tokens/s")
     keys = {"plain PyTorch": "tab:gray", "with Transformer Engine": "tab:green"}
-    axes.legend(handles=[Patch(color=color, label=label) for label, color in keys.items()], frameon=False,
-                loc="upper left", title="+: added to the bar before")
+    handles = [Patch(color=color, label=label) for label, color in keys.items()]
+    axes.legend(handles=handles, frameon=False, loc="upper left", title="+: added to the bar before")
     axes.set_title(f"GPT-2 124M, 32 × 1,024 tokens a step; {origin(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
@@ -69,34 +70,48 @@ def evaluations_of(runs, arm) -> list[list[dict]]:
     """Return the records of each evaluation that at least three seeds of an arm have, in order."""
     by_step = {}
     for record in runs:
-        if (record["arm"], record["run_tokens"]) == (arm, LOSS_TOKENS) and record["step"] > 1:
+        is_shown = record["arm"] == arm and record["run_tokens"] == LOSS_TOKENS
+        if is_shown and record["step"] > 1:
             by_step.setdefault(record["step"], []).append(record)
     return [by_step[step] for step in sorted(by_step) if len(by_step[step]) > 2]
 
 
+def draw_losses(axes, evaluations, unit, scale, label, color):
+    """Draw an arm's mean loss over seeds against tokens or seconds, and its 95 % interval."""
+    x, means, lows, highs = [], [], [], []
+    for records in evaluations:
+        losses = [record["val_loss"] for record in records]
+        low, high = interval_of(losses)
+        x.append(scale * statistics.mean(record[unit] for record in records))
+        means.append(statistics.mean(losses))
+        lows.append(low)
+        highs.append(high)
+    # markers: between evaluations the loss falls less evenly than the line
+    axes.plot(x, means, marker="o", ms=4, color=color, label=label)
+    axes.fill_between(x, lows, highs, color=color, alpha=0.25, lw=0)
+
+
 def draw_loss(result, path):
-    """Draw the validation loss against tokens and against seconds: mean over seeds, and its 95 % interval."""
+    """Draw the validation loss against tokens and against seconds."""
     from matplotlib.patches import Patch
 
-    figure, both = make_figure(11, 4.6, 1, 2, sharey=True)
+    figure, (by_tokens, by_seconds) = make_figure(11, 4.6, 1, 2, sharey=True)
     machines, seeds = set(), set()
     for arm, (label, color) in LOSS_ARMS.items():
         evaluations = evaluations_of(result["runs"], arm)
-        machines |= {record["machine"] for records in evaluations for record in records}
+        for records in evaluations:
+            machines |= {record["machine"] for record in records}
         seeds.add(len(evaluations[-1]))
-        losses = [[record["val_loss"] for record in records] for records in evaluations]
-        for axes, unit, scale in zip(both, ("tokens", "seconds"), (1e-6, 1)):
-            x = [scale * statistics.mean(record[unit] for record in records) for records in evaluations]
-            # markers: between evaluations the loss falls less evenly than the line
-            axes.plot(x, list(map(statistics.mean, losses)), marker="o", ms=4, color=color, label=label)
-            axes.fill_between(x, *zip(*map(interval_of, losses)), color=color, alpha=0.25, lw=0)
-    for axes, label in zip(both, ("million tokens", f"seconds of training on one {', '.join(machines)}")):
-        axes.set_xlabel(label, fontsize=12)
-        axes.grid(alpha=0.3)
-    both[0].set_ylabel("validation loss, nats a token", fontsize=12)
-    handles = both[0].get_legend_handles_labels()[0]
+        draw_losses(by_tokens, evaluations, "tokens", 1e-6, label, color)
+        draw_losses(by_seconds, evaluations, "seconds", 1, label, color)
+    by_tokens.set_xlabel("million tokens", fontsize=12)
+    by_seconds.set_xlabel(f"seconds of training on one {', '.join(machines)}", fontsize=12)
+    by_tokens.grid(alpha=0.3)
+    by_seconds.grid(alpha=0.3)
+    by_tokens.set_ylabel("validation loss, nats a token", fontsize=12)
+    handles, _ = by_tokens.get_legend_handles_labels()
     handles.append(Patch(color="gray", alpha=0.3, label="95 % interval of the mean"))
-    both[0].legend(handles=handles, fontsize=11, frameon=False, loc="upper right")
+    by_tokens.legend(handles=handles, fontsize=11, frameon=False, loc="upper right")
     figure.suptitle(f"GPT-2 124M, mean of {min(seeds)} to {max(seeds)} seeds", fontsize=12)
     figure.savefig(path, dpi=130)
 
@@ -106,8 +121,9 @@ def draw_crossover(rows, path):
     import numpy as np  # with matplotlib only
     from matplotlib.colors import TwoSlopeNorm
 
-    widths, tokens = (sorted({row[key] for row in rows}) for key in ("width", "tokens"))
-    values = [row[name] for row in rows for name in ("eager", "graph")]
+    widths = sorted({row["width"] for row in rows})
+    tokens = sorted({row["tokens"] for row in rows})
+    values = [row["eager"] for row in rows] + [row["graph"] for row in rows]
     norm = TwoSlopeNorm(1.0, min(values), max(values))
     figure, both = make_figure(12.5, 5.4, 1, 2, sharey=True)
     titles = {"eager": "Python launches every kernel", "graph": "each step is one CUDA graph"}
@@ -117,8 +133,8 @@ def draw_crossover(rows, path):
             ratio[widths.index(row["width"]), tokens.index(row["tokens"])] = row[name]
         image = axes.imshow(ratio, origin="lower", cmap="RdBu", norm=norm, aspect="auto")
         for (y, x), value in np.ndenumerate(ratio):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=11,
-                      color="black" if 0.15 < norm(value) < 0.85 else "white")
+            color = "black" if 0.15 < norm(value) < 0.85 else "white"
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=11, color=color)
         axes.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
         axes.set_yticks(range(len(widths)), [f"{width:,}" for width in widths])
         axes.set_xlabel("tokens a step", fontsize=12)
@@ -141,13 +157,16 @@ def describe_shape(text) -> str:
 
 def draw_attention(result, path):
     """Draw the speed of the kernels of benchmark_attention.py alone: a group per shape, a bar per kernel."""
-    found = {(row["shape"], row["name"]): row["both_tflops"] for row in result["rows"]
-             if row["part"] == "attention" and "both_tflops" in row}
+    found = {}  # {(shape, kernel): TFLOP/s}
+    for row in result["rows"]:
+        if row["part"] == "attention" and "both_tflops" in row:
+            found[row["shape"], row["name"]] = row["both_tflops"]
     shapes = list(dict.fromkeys(shape for shape, _ in found))
     figure, axes = make_figure(12, 5.2)
     width = 0.85 / len(ATTENTION_KERNELS)
+    middle = (len(ATTENTION_KERNELS) - 1) / 2
     for number, (name, (label, color)) in enumerate(ATTENTION_KERNELS.items()):
-        x = [place + (number - (len(ATTENTION_KERNELS) - 1) / 2) * width for place in range(len(shapes))]
+        x = [group + (number - middle) * width for group in range(len(shapes))]
         speeds = [found.get((shape, name), 0) for shape in shapes]
         bars = axes.bar(x, speeds, 0.94 * width, color=color, label=label)
         axes.bar_label(bars, [f"{speed:.0f}" if speed else "–" for speed in speeds], fontsize=9, padding=1)
@@ -161,15 +180,20 @@ def draw_attention(result, path):
     figure.savefig(path, dpi=130)
 
 
+def draw_health(result, path):
+    health.plot(result["records"], path, result["title"])
+
+
 PICTURES = {
     "stack": draw_stack, "convergence": draw_loss, "crossover": draw_crossover, "attention": draw_attention,
-    "fp8_health": lambda result, path: health.plot(result["records"], path, result["title"]),
+    "fp8_health": draw_health,
 }
 
 
 def main() -> None:
     for name, draw in PICTURES.items():
-        draw(json.loads((ROOT / f"results/{name}.json").read_text()), ROOT / f"results/{name}.png")
+        content = json.loads((ROOT / f"results/{name}.json").read_text())
+        draw(content, ROOT / f"results/{name}.png")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph")  # described in 
 
 def make_norm(width, config, rms):
     """Return LayerNorm (with a bias) or RMSNorm over the last dimension."""
-    return (nn.RMSNorm if rms else nn.LayerNorm)(width, eps=config.layernorm_epsilon)
+    norm_class = nn.RMSNorm if rms else nn.LayerNorm
+    return norm_class(width, eps=config.layernorm_epsilon)
 
 
 def rope(x, cos, sin):
@@ -30,7 +31,9 @@ def attention_by_hand(q, k, v):
 
     q: (B, H, T, D); k, v: (B, H', T, D).
     """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(future, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
@@ -41,13 +44,15 @@ class Block(nn.Module):
 
     def __init__(self, config, by_hand):
         super().__init__()
-        self.config, self.by_hand = config, by_hand
-        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.config = config
+        self.by_hand = by_hand
+        q_size = config.n_head * config.head_dim
+        kv_size = config.n_kv_head * config.head_dim
         self.norm1 = make_norm(config.n_embd, config, config.use_rmsnorm)
         self.qkv = nn.Linear(config.n_embd, q_size + 2 * kv_size, bias=config.bias)
         if config.use_qk_norm:
-            self.q_norm = make_norm(config.head_dim, config, True)
-            self.k_norm = make_norm(config.head_dim, config, True)
+            self.q_norm = make_norm(config.head_dim, config, rms=True)
+            self.k_norm = make_norm(config.head_dim, config, rms=True)
         self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
         self.norm2 = make_norm(config.n_embd, config, config.use_rmsnorm)
         fc1_size = config.n_inner * (2 if config.activation == "swiglu" else 1)
@@ -95,19 +100,22 @@ class PlainGPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                writes_residual = name.endswith(("proj.weight", "fc2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer if writes_residual else 1))
+            if name.endswith(("proj.weight", "fc2.weight")):  # writes to the residual
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+            elif parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids, labels=None):
         config = self.config
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x, cos_sin = self.wte(input_ids), None
+        x = self.wte(input_ids)
+        cos_sin = None
         if config.use_rotary:
-            steps = torch.arange(0, config.head_dim, 2, device=input_ids.device).float()
-            angles = positions.float()[:, None] * config.rope_theta ** (-steps / config.head_dim)
+            exponents = torch.arange(0, config.head_dim, 2, device=input_ids.device).float()
+            frequencies = config.rope_theta ** (-exponents / config.head_dim)
+            angles = positions.float()[:, None] * frequencies
             cos_sin = angles.cos(), angles.sin()
         else:
             x = x + self.wpe(positions)
@@ -126,7 +134,11 @@ class PlainStep:
 
     def __init__(self, model, net, optimizer, config, device):
         """`net`: the model, or its compiled form, which is called in its place."""
-        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+        self.model = model
+        self.net = net
+        self.optimizer = optimizer
+        self.config = config
+        self.device = device
 
     def forward(self, input_ids, labels):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -155,12 +167,16 @@ def make_plain(arm, model_config, config, device) -> PlainStep:
     torch.manual_seed(config.seed)
     with torch.device(device):
         model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
-    parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    modes = {"plain": "default", "plain-graph": "reduce-overhead"}
-    net = torch.compile(model, dynamic=False, mode=modes[arm]) if arm in modes else model
+    net = model
+    if arm == "plain":
+        net = torch.compile(model, dynamic=False)
+    elif arm == "plain-graph":
+        net = torch.compile(model, dynamic=False, mode="reduce-overhead")
     step = PlainStep(model, net, optimizer, config, device)
     step.is_graph = arm == "plain-graph"
     return step

@@ -51,14 +51,25 @@ MODULES = {  # name: the values of its own arguments
 }
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
+TENSOR_RECIPES = ("delayed", "current", "current, powers of two")
+BLOCK_RECIPES = {  # name: (size of a block in te_reference, whether the tensor is quantized columnwise)
+    "block 1x128": ((1, 128), False),
+    "block 128x128": ((128, 128), False),
+    "block 1x128, columns": ((128, 1), True),
+}
 
-counts, worst = Counter(), {}  # {kind: the case that is closest to its bound}
+counts = Counter()
+worst = {}  # {kind: the case that is closest to its bound}
 
 
 def record(kind, value, bound, case):
     """Record a case if it is the closest to its bound so far."""
+    def closeness(entry):
+        return entry["value"] / max(entry["bound"], 1e-30)
+
     entry = {"value": value, "bound": bound, "case": case}
-    worst[kind] = max(worst.get(kind, entry), entry, key=lambda e: e["value"] / max(e["bound"], 1e-30))
+    if kind not in worst or closeness(entry) > closeness(worst[kind]):
+        worst[kind] = entry
 
 
 def compare(what, ours, theirs, case, bound=0.0):
@@ -91,45 +102,56 @@ def heavy_tailed(rng, *shape, dtype):
 
 def tensor_case(rng):
     """Quantize one random tensor with a random recipe, in both."""
-    fp8, dtype = rng.choice(list(FP8)), rng.choice(list(TE_DTYPE))
-    recipe = rng.choice(["delayed", "current", "current, powers of two", "block 1x128", "block 128x128",
-                         "block 1x128, columns"])
+    fp8 = rng.choice(list(FP8))
+    dtype = rng.choice(list(TE_DTYPE))
+    recipe = rng.choice([*TENSOR_RECIPES, *BLOCK_RECIPES])
     rows, columns = 16 * rng.randint(1, 40), 16 * rng.randint(1, 40)
     case = f"{recipe}, {fp8}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
-    if recipe.startswith("block"):
-        return compare_block_scaling(rng, x, fp8, "128x128" in recipe, "columns" in recipe, case)
-    scale, power_of_2 = None, "two" in recipe
+    if recipe in BLOCK_RECIPES:
+        compare_block_scaling(rng, x, fp8, recipe, case)
+        return
     if recipe == "delayed":
         scale = torch.tensor([math.exp(rng.uniform(-15, 15))], device="cuda")
-    theirs = make_quantizer(fp8, scale, power_of_2)(x)
-    if scale is None:
+        theirs = make_quantizer(fp8, scale)(x)
+    else:
+        power_of_2 = recipe == "current, powers of two"
         scale = ref.current_scale(ref.amax_of(x), ref.FP8_MAX[fp8], power_of_2).view(1)
+        theirs = make_quantizer(fp8, power_of_2=power_of_2)(x)
     compare("bytes", ref.quantize(x, scale, fp8).view(torch.uint8), theirs._data, case)
     compare("scales", scale.reciprocal(), theirs._scale_inv, case)
 
 
-def compare_block_scaling(rng, x, fp8, square, columnwise, case):
-    """Compare block scaling of x, rowwise or columnwise, in blocks of 128x128 or 128 elements."""
+def compare_block_scaling(rng, x, fp8, recipe, case):
+    """Compare block scaling of x by one of BLOCK_RECIPES."""
+    block, is_columnwise = BLOCK_RECIPES[recipe]
+    is_square = block == (128, 128)
     power_of_2 = rng.random() < 0.7
-    theirs = Float8BlockQuantizer(
-        fp8_dtype=FP8[fp8], rowwise=not columnwise, columnwise=columnwise, force_pow_2_scales=power_of_2,
-        block_scaling_dim=2 if square else 1)(x)
-    block = (128, 128) if square else (128, 1) if columnwise else (1, 128)
-    ours, scale, _ = ref.in_blocks(
-        x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8)
+    quantizer = Float8BlockQuantizer(
+        fp8_dtype=FP8[fp8], rowwise=not is_columnwise, columnwise=is_columnwise,
+        force_pow_2_scales=power_of_2, block_scaling_dim=2 if is_square else 1)
+    theirs = quantizer(x)
+
+    def scale_of(amax, fp8_max):
+        return ref.current_scale(amax, fp8_max, power_of_2)
+
+    ours, scale, _ = ref.in_blocks(x, block, scale_of, fp8)
     # TE transposes columnwise data and 1x128 scales, and pads the last dimension of the scales for its GEMM
-    if columnwise:
-        data, scale_inv, ours = theirs._columnwise_data, theirs._columnwise_scale_inv, ours.T
+    if is_columnwise:
+        ours = ours.T
+        data, scale_inv = theirs._columnwise_data, theirs._columnwise_scale_inv
     else:
-        data, scale_inv, scale = theirs._rowwise_data, theirs._rowwise_scale_inv, scale if square else scale.T
+        if not is_square:
+            scale = scale.T
+        data, scale_inv = theirs._rowwise_data, theirs._rowwise_scale_inv
     compare("bytes", ours.contiguous().view(torch.uint8), data.view(torch.uint8), case)
     compare("scales", scale.reciprocal(), scale_inv[: scale.shape[0], : scale.shape[1]], case)
 
 
 def history_case(rng):
     """Update the scales of delayed scaling over several steps of random amaxes, in both."""
-    fp8, algo = rng.choice(list(FP8)), rng.choice(["max", "most_recent"])
+    fp8 = rng.choice(list(FP8))
+    algo = rng.choice(["max", "most_recent"])
     recipe = ref.DelayedScaling(
         margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo)
     case = f"{recipe}, {algo}, {fp8}"
@@ -141,7 +163,8 @@ def history_case(rng):
         amax = torch.exp(rng.uniform(0, 10) * torch.randn(n, device="cuda"))
         for value in (0.0, math.inf, math.nan, 1e-38, 1e-44):
             amax[torch.rand(n, device="cuda") < 0.05] = value
-        history[0] = state.amax_history[0] = amax
+        history[0] = amax
+        state.amax_history[0] = amax
         tex.fused_amax_and_scale_update_after_reduction(
             amax.clone(), [history], [scale], algo, FP8[fp8], recipe.margin)
         state.roll(recipe, ref.FP8_MAX[fp8])
@@ -151,27 +174,33 @@ def history_case(rng):
 
 def norm_case(rng):
     """Compare the FP8 output of a fused norm."""
-    dtype, norm = rng.choice(list(TE_DTYPE)), rng.choice(NORMS)
-    zero_centered, delayed = rng.random() < 0.5, rng.random() < 0.5
+    dtype = rng.choice(list(TE_DTYPE))
+    norm = rng.choice(NORMS)
+    zero_centered = rng.random() < 0.5
+    delayed = rng.random() < 0.5
     rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
     recipe = "delayed" if delayed else "current"
     case = f"{norm}, zero_centered_gamma={zero_centered}, {recipe}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
-    gamma = (torch.randn(columns, device="cuda") * 0.2 + (not zero_centered)).to(dtype)
+    mean_gamma = 0.0 if zero_centered else 1.0
+    gamma = (torch.randn(columns, device="cuda") * 0.2 + mean_gamma).to(dtype)
     beta = (torch.randn(columns, device="cuda") * 0.1).to(dtype)
     ours = ref._normalize(x.float(), gamma, beta, 1e-5, norm, zero_centered)
     fp8 = torch.float8_e4m3fn
-    scale = torch.tensor([rng.uniform(5, 60)], device="cuda") if delayed else None
-    quantizer = make_quantizer(fp8, scale)
-    if not delayed:
+    if delayed:
+        scale = torch.tensor([rng.uniform(5, 60)], device="cuda")
+        quantizer = make_quantizer(fp8, scale)
+    else:
         ours = ours.to(dtype)
         scale = ref.current_scale(ref.amax_of(ours), ref.FP8_MAX[fp8])
+        quantizer = make_quantizer(fp8)
     rest = 1e-5, None, quantizer, TE_DTYPE[dtype], 0, zero_centered
     if norm == "LayerNorm":
         theirs, *_ = tex.layernorm_fwd(x, gamma, beta, *rest)
     else:
         theirs, *_ = tex.rmsnorm_fwd(x, gamma, *rest)
-    ours, theirs = ref.quantize(ours, scale, fp8).view(torch.uint8).int(), theirs._data.int()
+    ours = ref.quantize(ours, scale, fp8).view(torch.uint8).int()
+    theirs = theirs._data.int()
     compare("bytes_behind_norm", ours, theirs, case, bound=1.0)  # `main` bounds their sum
     record("FP8 steps behind a norm", int((ours - theirs).abs().max()), 1.0, case)
 
@@ -185,26 +214,71 @@ def bounds(recipe, dtype, behind_activation, inner):
     operands themselves differ by this error d. This moves a share d / s of the FP8 values by a step s, a
     relative error of sqrt(d s); an input gradient depends on two such operands.
     """
-    d = (2.0**-8 if dtype == torch.bfloat16 else 0.0) + 2.0**-13 * math.sqrt(inner)
+    d = 2.0**-13 * math.sqrt(inner)
+    if dtype == torch.bfloat16:
+        d += 2.0**-8
     if not behind_activation:
         return d
     step = 2.0**-2 if recipe.fp8_format.name == "HYBRID" else 2.0**-3
     return math.sqrt(2 * d * step)
 
 
-def train_step(sides, x):
-    """Run a forward and a backward pass of each (library, module, recipe); return output and gradients."""
-    grad, results = None, []
-    for library, module, recipe in sides:
-        inp = x.clone().requires_grad_()
-        module.zero_grad()
-        with library.autocast(enabled=True, recipe=recipe):
-            out = module(inp)
-        grad = torch.randn_like(out) * 1e-3 if grad is None else grad
-        out.backward(grad)
-        gradients = {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
-        results.append({"y": out, "dx": inp.grad} | gradients)
+@dataclass
+class Side:
+    """A library, TE or te_reference, with its module and recipe of a case."""
+
+    library: object
+    module: torch.nn.Module
+    recipe: object
+
+
+def forward(side, x):
+    with side.library.autocast(enabled=True, recipe=side.recipe):
+        return side.module(x)
+
+
+def backward(side, x, out, grad):
+    """Run the backward pass; return output and gradients by name."""
+    out.backward(grad)
+    results = {"y": out, "dx": x.grad}
+    for name, parameter in side.module.named_parameters():
+        if parameter.grad is not None:
+            results[name] = parameter.grad
     return results
+
+
+def train_step(te_side, ref_side, x):
+    """Run a forward and a backward pass of both; return the results of each."""
+    their_x, our_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    te_side.module.zero_grad()
+    ref_side.module.zero_grad()
+    theirs, ours = forward(te_side, their_x), forward(ref_side, our_x)
+    grad = torch.randn_like(theirs) * 1e-3
+    return backward(te_side, their_x, theirs, grad), backward(ref_side, our_x, ours, grad)
+
+
+def make_recipes(rng):
+    """Return the same random recipe of TE and of te_reference."""
+    kind = rng.choice(["DelayedScaling", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+    fp8_format = rng.choice(["HYBRID", "E4M3"])
+    options = {}
+    if kind == "DelayedScaling":
+        options = dict(
+            margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]),
+            amax_compute_algo=rng.choice(["max", "most_recent"]))
+    theirs = getattr(te_recipe, kind)(fp8_format=getattr(te_recipe.Format, fp8_format), **options)
+    ours = getattr(ref, kind)(fp8_format=getattr(ref.Format, fp8_format), **options)
+    return theirs, ours
+
+
+def give_same_weights(module, other):
+    """Give both modules the weights of the first one, with random biases and norms."""
+    weights = {}
+    for name, value in module.state_dict().items():
+        if "extra" not in name:
+            weights[name] = value + 0.1 * torch.randn_like(value) if value.dim() == 1 else value
+    module.load_state_dict(weights, strict=False)
+    other.load_state_dict(weights, strict=False)
 
 
 def module_case(rng):
@@ -213,37 +287,34 @@ def module_case(rng):
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
     name = rng.choice(list(MODULES))
     options = {"bias": rng.random() < 0.7, "params_dtype": dtype}
-    options |= {argument: rng.choice(values) for argument, values in MODULES[name].items()}
-    kind = rng.choice(["DelayedScaling", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
-    format, is_delayed = rng.choice(["HYBRID", "E4M3"]), kind == "DelayedScaling"
-    delayed = dict(margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]),
-                   amax_compute_algo=rng.choice(["max", "most_recent"])) if is_delayed else {}
-
-    def make_recipe(library):
-        return getattr(library, kind)(fp8_format=getattr(library.Format, format), **delayed)
-
-    case = f"{name} {hidden}->{ffn}, {tokens} tokens, {options}, {make_recipe(ref)}"
-    sides = [  # (library, module, recipe): TE's, then te_reference's
-        (te, getattr(te, name)(hidden, ffn, **options), make_recipe(te_recipe)),
-        (ref, getattr(ref, name)(hidden, ffn, **options), make_recipe(ref)),
-    ]
-    weights = {k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
-               for k, v in sides[0][1].state_dict().items() if "extra" not in k}
-    for _, module, _ in sides:
-        module.load_state_dict(weights, strict=False)
+    for argument, values in MODULES[name].items():
+        options[argument] = rng.choice(values)
+    their_recipe, our_recipe = make_recipes(rng)
+    is_delayed = isinstance(our_recipe, ref.DelayedScaling)
+    case = f"{name} {hidden}->{ffn}, {tokens} tokens, {options}, {our_recipe}"
+    te_side = Side(te, getattr(te, name)(hidden, ffn, **options), their_recipe)
+    ref_side = Side(ref, getattr(ref, name)(hidden, ffn, **options), our_recipe)
+    give_same_weights(te_side.module, ref_side.module)
+    bound = bounds(our_recipe, dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
     for step in range(4):
         x = torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))
-        results = train_step(sides, x.to(dtype))
-        bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
-        # not delayed scaling's first step: its first scales are 1, and most gradients subnormal
-        for key, theirs in results[0].items() if step or not is_delayed else ():
-            error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
-            record(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
+        theirs, ours = train_step(te_side, ref_side, x.to(dtype))
+        has_first_scales = is_delayed and step == 0  # they are 1, and most gradients subnormal
+        if not has_first_scales:
+            for key in theirs:
+                expected, found = theirs[key].float(), ours[key].float()
+                error = ((expected - found).norm() / expected.norm()).item()
+                kind = "output" if key == "y" else "gradients"
+                record(f"{name}: {kind}", error, bound, f"{key} of {case}")
         if is_delayed and name == "Linear":  # the quantized tensors themselves are the same
-            for key in ("scaling_fwd", "scaling_bwd"):
-                theirs, ours = (module.fp8_meta[key] for _, module, _ in sides)
-                compare("histories", ours.amax_history, theirs.amax_history, case)
-                compare("scales", ours.scale, theirs.scale, case)
+            compare_fp8_state(te_side.module, ref_side.module, case)
+
+
+def compare_fp8_state(theirs, ours, case):
+    for key in ("scaling_fwd", "scaling_bwd"):
+        expected, found = theirs.fp8_meta[key], ours.fp8_meta[key]
+        compare("histories", found.amax_history, expected.amax_history, case)
+        compare("scales", found.scale, expected.scale, case)
 
 
 @dataclass
@@ -256,13 +327,17 @@ def main(argv=None):
     options = parse(Options, argv, "bench/reference_vs_te.py", __doc__)
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
+    kinds = (tensor_case, history_case, norm_case, module_case)
     for number in range(options.cases):
-        (tensor_case, history_case, norm_case, module_case)[number % 4](rng)
+        run_case = kinds[number % len(kinds)]
+        run_case(rng)
         counts["cases"] += 1
-    passed = counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000
-    passed = passed and all(entry["value"] <= entry["bound"] for entry in worst.values())
-    result = write_report("bench/reference_vs_te.py", argv, {"passed": passed, **counts, "worst": worst},
-                          ROOT / "results/reference_vs_te.json")
+    are_norms_close = counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000
+    are_others_close = all(entry["value"] <= entry["bound"] for entry in worst.values())
+    passed = are_norms_close and are_others_close
+    result = write_report(
+        "bench/reference_vs_te.py", argv, {"passed": passed, **counts, "worst": worst},
+        ROOT / "results/reference_vs_te.json")
     print(json.dumps(result, indent=1))
     return 0 if passed else 1
 

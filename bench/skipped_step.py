@@ -65,10 +65,15 @@ def traced(function, count: int) -> tuple[Counter, Counter]:
 
 def difference(with_state, without) -> tuple[float, float]:
     """Return (launches, µs) by which a trace exceeds another, over the kernels whose number differs."""
-    (launches, time_us), (fewer, less_us) = with_state, without
-    names = [name for name in launches | fewer if round(launches[name] - fewer[name], 3)]
-    return (sum(launches[name] - fewer[name] for name in names),
-            sum(time_us[name] - less_us[name] for name in names))
+    launches, time_us = with_state
+    other_launches, other_us = without
+    own_launches, own_us = 0.0, 0.0
+    for name in launches | other_launches:
+        more = launches[name] - other_launches[name]
+        if round(more, 3) != 0:
+            own_launches += more
+            own_us += time_us[name] - other_us[name]
+    return own_launches, own_us
 
 
 def host_ms(fp8_state, finite) -> float:
@@ -94,46 +99,53 @@ def make(config, device, batches):
 
 def measure_host(config, device) -> dict:
     """Return what needs no trace. Call it before any: a profiler slows later launches of its process."""
-    step, finite = make(config, device, steps.make_batches(config, device)), torch.tensor(True, device=device)
+    step = make(config, device, steps.make_batches(config, device))
+    finite = torch.tensor(True, device=device)
     return {"host_ms": host_ms(step.fp8_state, finite), "kernels": step.kernels,
             "state_bytes": sum(tensor.nbytes for tensor in step.fp8_state.tensors)}
 
 
 def measure_gpu(config, device, count: int) -> dict:
     """Return GPU times of save, restore and the whole step, in microseconds."""
-    batches, finite = steps.make_batches(config, device), torch.tensor(True, device=device)
+    batches = steps.make_batches(config, device)
+    finite = torch.tensor(True, device=device)
     step = make(config, device, batches)
     with_state = traced(lambda: step(batches, 1e-5), count)
 
     def save_and_restore():
         step.fp8_state.save()
         step.fp8_state.restore(unless=finite)
-    alone = traced(CudaGraph(save_and_restore), count)
+
+    alone_launches, alone_us = traced(CudaGraph(save_and_restore), count)
     step = None
     with mock.patch.object(FP8State, "save"), mock.patch.object(FP8State, "restore"):
         step = make(config, device, batches)
         without = traced(lambda: step(batches, 1e-5), count)
     launches, own_us = difference(with_state, without)
-    step_us = sum(with_state[1].values())
+    _, time_us = with_state
+    step_us = sum(time_us.values())
     return {
         "launches": launches, "own_us": own_us, "step_us": step_us, "share": own_us / step_us,
-        "alone_launches": sum(alone[0].values()), "alone_us": sum(alone[1].values())}
+        "alone_launches": sum(alone_launches.values()), "alone_us": sum(alone_us.values())}
 
 
 def main(argv=None) -> None:
-    options, device = parse(Options, argv, "bench/skipped_step.py", __doc__), pick_device("auto")
+    options = parse(Options, argv, "bench/skipped_step.py", __doc__)
+    device = pick_device("auto")
     rows = Rows(options.json, ["model", "shape"], "bench/skipped_step.py", argv)
-    configs = {model: steps.make_config(steps.SHAPES[options.shape] | {"model": model}, device)
-               for model in options.models}
+    configs = {}
+    for model in options.models:
+        shape = steps.SHAPES[options.shape]
+        configs[model] = steps.make_config(shape | {"model": model}, device)
     on_host = {model: measure_host(config, device) for model, config in configs.items()}
     for model, config in configs.items():
         figures = on_host[model]
         if device.type == "cuda":
             figures |= measure_gpu(config, device, options.steps)
-        label = f"{model} {options.shape}: " + ", ".join(
-            f"{name} {value:.4g}" for name, value in figures.items() if not isinstance(value, str))
-        rows.add(figures | {"model": model, "shape": options.shape, "triton": triton_version(),
-                            "engine": "fast" if model == "fast" else recipes.ENGINE}, label)
+        engine = "fast" if model == "fast" else recipes.ENGINE
+        row = {"model": model, "shape": options.shape, "triton": triton_version(), "engine": engine}
+        numbers = [f"{name} {value:.4g}" for name, value in figures.items() if not isinstance(value, str)]
+        rows.add(figures | row, f"{model} {options.shape}: {', '.join(numbers)}")
 
 
 def triton_version() -> str | None:

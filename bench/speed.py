@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+from functools import partial
 
 import torch
 
@@ -52,8 +53,14 @@ COMPILE_MODES = {  # row of the table -> options of train.py
 def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
-    config, agreement, plain = make_config(shape, device, block), Agreement(), None
-    for arm in sorted(arms, key=lambda arm: arm != "plain"):
+    config = make_config(shape, device, block)
+    agreement = Agreement()
+    plain = None
+    arms = list(arms)
+    if "plain" in arms:  # the baseline of the others
+        arms.remove("plain")
+        arms.insert(0, "plain")
+    for arm in arms:
         figures, step = attempt(arm, config, device, options.steps, plain, agreement, phases=phases)
         if arm == "plain":
             plain = step
@@ -69,8 +76,16 @@ def numerics_failed(rows) -> int:
 def default_arms(name, shape) -> tuple:
     if name == "llama3-8b":
         return "fp8", "fp8-accum4"
-    is_small = shape["micro_batch_size"] * shape["seq_len"] <= 8192  # plain is bound by Python
-    return (*ARMS, "plain-graph") if is_small else ARMS
+    tokens = shape["micro_batch_size"] * shape["seq_len"]
+    if tokens <= 8192:  # plain is bound by Python
+        return *ARMS, "plain-graph"
+    return ARMS
+
+
+def default_blocks(name) -> tuple:
+    if name in PRESETS:
+        return ("own",)  # a preset sets its block itself
+    return ("gpt2", "modern") if name in MODERN_TOO else ("gpt2",)
 
 
 def run_shapes(options, device, argv) -> int:
@@ -81,12 +96,29 @@ def run_shapes(options, device, argv) -> int:
         shapes = {options.preset: PRESETS[options.preset] | dict(preset=options.preset, grad_accum=1)}
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
     for name, shape in shapes.items():
-        blocks = options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
-        for block in ("own",) if name in PRESETS else blocks:  # a preset sets its block itself
+        blocks = default_blocks(name)
+        if options.blocks and name not in PRESETS:
+            blocks = options.blocks
+        for block in blocks:
             arms = options.arms or default_arms(name, shape)
             measure_shape(name, shape, block, arms, options, device, rows)
             free()
     return numerics_failed(rows)
+
+
+# ---------------------------------------------------------------- models and formats
+
+def default_table_arms() -> list[str]:
+    """Return the arms of the table: each model in each format that this GPU has."""
+    formats = list(TABLE_FORMATS)
+    for recipe in BLACKWELL:
+        if not recipes.unsupported_reason(recipe):
+            formats.append(f"fp8-{recipe}")
+    arms = []
+    for model in TABLE_MODELS:
+        suffix = "" if model == "optimized" else f"-{model}"
+        arms += [f"{arm}{suffix}" for arm in formats]
+    return arms
 
 
 def run_formats(options, device, argv) -> int:
@@ -94,11 +126,11 @@ def run_formats(options, device, argv) -> int:
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
     run = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
-    name = "x".join(str(getattr(run, field)) for field in shape) if options.shape else "guide"
+    name = "guide"
+    if options.shape:
+        name = "x".join(str(getattr(run, field)) for field in shape)
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
-    formats = [*TABLE_FORMATS, *(f"fp8-{name}" for name in BLACKWELL if not recipes.unsupported_reason(name))]
-    arms = options.arms or [arm if model == "optimized" else f"{arm}-{model}"
-                            for model in TABLE_MODELS for arm in formats]
+    arms = options.arms or default_table_arms()
     measure_shape(name, shape, "gpt2", arms, options, device, rows, phases=options.steps)
     rows = [row for row in rows if row["shape"] == name]
     print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
@@ -106,41 +138,54 @@ def run_formats(options, device, argv) -> int:
     ms = {row["arm"]: row["ms"] for row in rows if "error" not in row}
     if device.type != "cuda" or recipes.IS_REFERENCE:
         print("FP8 is emulated here by te_reference: the times mean nothing")
-    elif {"bf16", "fp8"} <= set(ms):
+    elif "bf16" in ms and "fp8" in ms:
         print(f"optimized, as train.py runs it: FP8 has {ms['bf16'] / ms['fp8']:.2f} times BF16's tokens/s")
     return numerics_failed(rows)
 
 
 def formats_table(rows) -> str:
     """Return the table of models and formats: ms of forward, backward, both, and the training step."""
-    found, lines = {}, []
+    found = {}  # {model: {arm without its model: row}}
     for row in rows:
         words = row["arm"].split("-")
+        if "error" in row or words[0] not in ("bf16", "fp8"):
+            continue
         model = next((word for word in words if word in models.MODELS), "optimized")
-        if "error" not in row and words[0] in ("bf16", "fp8"):
-            total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
-            arm = "-".join(word for word in words if word != model)
-            found.setdefault(model, {})[arm] = row | {"total_ms": total}
-    for model, formats in found.items():
-        bf16 = formats.get("bf16", {})
-        for arm in sorted(formats, key=[*FORMATS, *formats].index):
-            row = formats[arm]
-            total, step = (bf16[part] / row[part] if bf16.get(part) and row[part] else None
-                           for part in ("total_ms", "ms"))
-            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], total, row["ms"], step)
+        arm = "-".join(word for word in words if word != model)
+        total_ms = None
+        if "forward_ms" in row:
+            total_ms = row["forward_ms"] + row["backward_ms"]
+        found.setdefault(model, {})[arm] = row | {"total_ms": total_ms}
+    lines = []
+    for model, by_arm in found.items():
+        order = [*FORMATS, *by_arm]  # arms that are no format come last
+        for arm in sorted(by_arm, key=order.index):
+            row = by_arm[arm]
+            bf16 = by_arm.get("bf16", {})
+            values = [
+                row.get("forward_ms"), row.get("backward_ms"), row["total_ms"],
+                ratio(bf16.get("total_ms"), row["total_ms"]), row["ms"], ratio(bf16.get("ms"), row["ms"])]
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
     return markdown(titles, lines, left=2)
 
 
+def ratio(a, b) -> float | None:
+    """Return a / b, or None if one is unknown."""
+    return a / b if a and b else None
+
+
+# ---------------------------------------------------------------- the stack and the two maps
+
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
-    name = next(iter(options.shapes), "124m-b32")
-    config, agreement = make_config(SHAPES[name], device), Agreement()
+    name = options.shapes[0] if options.shapes else "124m-b32"
+    config = make_config(SHAPES[name], device)
+    agreement = Agreement()
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
-        figures = attempt(arm, config, device, options.steps, None, agreement)[0]
+        figures, _ = attempt(arm, config, device, options.steps, agreement=agreement)
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
 
 
@@ -149,32 +194,45 @@ def measure_rows(measure, keys: dict, options, argv):
 
     Skips those that options.json holds already, and marks those for which options.time_budget has no time.
     """
-    start, rows = time.time(), Rows(options.json, tuple(keys), "benchmark_te.py", argv)
+    start = time.time()
+    rows = Rows(options.json, tuple(keys), "benchmark_te.py", argv)
     for values in itertools.product(*keys.values()):
         row = dict(zip(keys, values))
-        if not rows.has(row):
-            late = time.time() - start > options.time_budget
-            rows.add(row | ({"error": "not run: time budget"} if late else measure(*values)))
+        if rows.has(row):
+            continue
+        if time.time() - start > options.time_budget:
+            figures = {"error": "not run: time budget"}
+        else:
+            figures = measure(*values)
+        rows.add(row | figures)
+
+
+def measure_width(width, tokens, device) -> dict:
+    """Measure FP8 and BF16 at one width and number of tokens, launched from Python and as CUDA graphs."""
+    # two layers and a small vocabulary, so that the blocks dominate
+    shape = dict(
+        n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024, seq_len=1024,
+        vocab_size=1024)
+    config = make_config(shape, device)
+    agreement = Agreement()
+    row = {}
+    for name, suffix in (("eager", "-eager"), ("graph", "")):
+        for arm in (f"bf16{suffix}", f"fp8{suffix}"):
+            figures, _ = attempt(
+                arm, config, device, SWEEP_STEPS, agreement=agreement, warmup=3, phases=0)
+            row[f"{arm}_ms"] = figures.get("ms")
+            if "error" in figures:
+                row["error"] = figures["error"]
+        row[name] = ratio(row[f"bf16{suffix}_ms"], row[f"fp8{suffix}_ms"])
+    return row
 
 
 def run_sweep(options, device, argv):
     """Measure FP8 and BF16 at each width and number of tokens per step."""
-    def measure(width, tokens):
-        # two layers and a small vocabulary, so that the blocks dominate
-        shape = dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024,
-                     seq_len=1024, vocab_size=1024)
-        config, agreement, row = make_config(shape, device), Agreement(), {}
-        for name, suffix in (("eager", "-eager"), ("graph", "")):
-            for arm in (f"bf16{suffix}", f"fp8{suffix}"):
-                figures = attempt(arm, config, device, SWEEP_STEPS, None, agreement, warmup=3, phases=0)[0]
-                row[f"{arm}_ms"] = figures.get("ms")
-                row |= {"error": figures["error"]} if "error" in figures else {}
-            fp8_ms, bf16_ms = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
-            row[name] = bf16_ms / fp8_ms if fp8_ms and bf16_ms else None
-        return row
-
-    count = None if device.type == "cuda" else 2
-    measure_rows(measure, {"width": WIDTHS[:count], "tokens": TOKENS[:count]}, options, argv)
+    widths, tokens = WIDTHS, TOKENS
+    if device.type != "cuda":
+        widths, tokens = WIDTHS[:2], TOKENS[:2]
+    measure_rows(partial(measure_width, device=device), {"width": widths, "tokens": tokens}, options, argv)
 
 
 def measure_compiled(name, config, device, agreement) -> dict:
@@ -183,24 +241,32 @@ def measure_compiled(name, config, device, agreement) -> dict:
 
     torch._dynamo.reset()
     counters.clear()
-    batches, began = make_batches(config, device), time.time()
+    batches = make_batches(config, device)
+    start = time.time()
     step = Training(config, device, batches)
     loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
-    seconds = time.time() - began
-    ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])
-    reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
+    seconds = time.time() - start
+    times = timed([lambda: step(batches, LR)] * 11, device)
+    ms = statistics.median(times[3:])
+    compile_s = 0.0
+    if config.compile:
+        compile_s = max(0.0, seconds - 5 * ms / 1e3)
+    reasons = {}
+    for reason, count in counters["graph_break"].items():
+        first_line = reason.splitlines()[0]
+        reasons[first_line[:150]] = count
     return {
         "ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
         "graph_breaks": sum(reasons.values()), "reasons": reasons,
-        "graphs": counters["stats"].get("unique_graphs", 0),
-        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0}
+        "graphs": counters["stats"].get("unique_graphs", 0), "compile_s": compile_s}
 
 
 def run_compile(options, device, argv):
     """Measure each mode of torch.compile, recipe and model."""
-    base, agreement = make_config(SHAPES["guide"], device), Agreement()
+    base = make_config(SHAPES["guide"], device)
+    agreement = Agreement()
 
-    def measure(_engine, recipe, mode, model):  # the first names the row only
+    def measure(engine, recipe, mode, model):  # the engine is that of this process, and names the row only
         changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
         free()  # also what a row that failed left behind
         try:

@@ -68,17 +68,23 @@ def settings_of(options):
         raise ValueError(f"--steps {options.steps}: must be 20 or more")
     require_at_least(1, options, "histories", "jobs")
     require_at_least(0, options, "margins")
-    formats, margins = (options.formats[:1], (0,)) if options.quick else (options.formats, options.margins)
+    formats, margins = options.formats, options.margins
+    if options.quick:
+        formats, margins = options.formats[:1], (0,)
     rows = []
     for size in options.sizes:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) or int(size.split("x")[1]) % 64:
             raise ValueError(f"--sizes {size!r}: must be layers x width, a multiple of 64; 2x64 works")
-        rows.append(Setting(model=options.model, size=size))
+        common = dict(model=options.model, size=size)
+        rows.append(Setting(**common))
         for recipe, format in product(options.recipes, formats):
-            delayed = product(margins, options.histories) if recipe == "delayed" else [(0, 1024)]
-            for margin, history in delayed:
-                rows.append(Setting(recipe, format, margin, history, "max", options.model, size))
-                make_recipe(rows[-1])  # ValueError now, not in a process
+            if recipe == "delayed":
+                for margin, history in product(margins, options.histories):
+                    rows.append(Setting(recipe, format, margin, history, **common))
+            else:
+                rows.append(Setting(recipe, format, **common))
+    for row in rows:
+        make_recipe(row)  # ValueError now, not in a process
     return rows
 
 
@@ -93,14 +99,17 @@ class Run:
     """A model in training whose steps can be disturbed, and whose state can be saved and restored."""
 
     def __init__(self, setting, steps, seed=0, lr=2e-3):
-        self.steps, self.lr = steps, lr
-        layers, width = map(int, setting.size.split("x"))
+        self.steps = steps
+        self.lr = lr
         self.batch_size, self.seq_len = (8, 256) if HAS_GPU else (4, 64)
+        layers, width = map(int, setting.size.split("x"))
+        head_dim = 32 if width < 256 else 64
         config_class, model_class = MODELS[setting.model]
         forget_models()
         torch.manual_seed(seed)
-        config = config_class(vocab_size=288, n_positions=self.seq_len, n_embd=width, n_layer=layers,
-                              n_head=width // (32 if width < 256 else 64), use_fp8=setting.recipe != "none")
+        config = config_class(
+            vocab_size=288, n_positions=self.seq_len, n_embd=width, n_layer=layers, n_head=width // head_dim,
+            use_fp8=setting.recipe != "none")
         self.model = model_class(config).to(DEVICE)
         if setting.recipe != "none":
             self.model.fp8_recipe = make_recipe(setting)
@@ -123,13 +132,20 @@ class Run:
         losses = []
         for step in range(start, stop):
             age = step - at  # steps since the disturbance began
-            lr_factor = 10 if disturbance == "lr" and 0 <= age < 20 else 1
-            scale = LOSS_SCALES.get(disturbance, 1.0) if age >= 0 else 1.0
+            lr = self.lr * min(1, (step + 1) / (0.1 * self.steps))
+            if disturbance == "lr" and 0 <= age < 20:
+                lr *= 10
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr * lr_factor * min(1, (step + 1) / (0.1 * self.steps))
+                group["lr"] = lr
+            scale = 1.0
+            if age >= 0:
+                scale = LOSS_SCALES.get(disturbance, 1.0)
             with disturbed(self.model, disturbance) if age == 0 else nullcontext():
                 loss = self.loss(step)
-                (loss * (0.0 if disturbance == "zeros" and age == 0 else scale)).backward()
+                if disturbance == "zeros" and age == 0:
+                    (loss * 0.0).backward()
+                else:
+                    (loss * scale).backward()
                 if scale != 1:
                     torch._foreach_mul_([p.grad for p in self.parameters], 1 / scale)
                 torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -139,6 +155,7 @@ class Run:
         return torch.stack(losses).float().cpu()
 
     def save(self):
+        """Return the arguments of `restore`."""
         weights = [p.detach().clone() for p in self.parameters]
         return weights, copy.deepcopy(self.optimizer.state_dict()), recipes.get_state(self.model)
 
@@ -158,35 +175,45 @@ def disturbed(model, disturbance):
         factor[:, 0] = 1e6 if disturbance == "outlier 1e6" else 1e3
         return (args[0] * factor, *args[1:])
 
-    undo = []
+    def zeros(module, args, output):
+        return output * 0
+
+    hooks, largest, spikes = [], [], []
     if disturbance.startswith("outlier"):
-        undo = [module.register_forward_pre_hook(outlier).remove for module in projections]
+        hooks = [module.register_forward_pre_hook(outlier) for module in projections]
     elif disturbance == "zeros":
-        undo = [module.register_forward_hook(lambda module, args, output: output * 0).remove
-                for module in (model.wte, model.wpe)]
+        hooks = [module.register_forward_hook(zeros) for module in (model.wte, model.wpe)]
     elif disturbance == "weight":
-        weights = [module.weight.detach().view(-1) for module in projections]
-        largest = [weight.narrow(0, int(weight.abs().argmax()), 1) for weight in weights]
-        spikes = [999 * value for value in largest]
-        torch._foreach_add_(largest, spikes)
-        undo = [lambda: torch._foreach_sub_(largest, spikes)]
+        for module in projections:
+            weight = module.weight.detach().view(-1)
+            value = weight.narrow(0, int(weight.abs().argmax()), 1)  # a view of the largest weight
+            largest.append(value)
+            spikes.append(999 * value)
+    for value, spike in zip(largest, spikes):
+        value += spike
     yield
-    for call in undo:
-        call()
+    for hook in hooks:
+        hook.remove()
+    for value, spike in zip(largest, spikes):
+        value -= spike
 
 
 def run_row(work):
     """Train one setting under every disturbance; work: (setting, steps, disturbances, seed, lr). Returns
     (setting, {disturbance: list of all losses}, seconds)."""
     setting, steps, disturbances, seed, lr = work
-    start, at = time.time(), disturbed_from(steps)
+    start = time.time()
     if not HAS_GPU:
         torch.set_num_threads(1)  # at this size, a second process gains more than a second thread
     run = Run(setting, steps, seed, lr)
-    before, saved, losses = run.train(0, at), run.save(), {}
+    at = disturbed_from(steps)
+    before = run.train(0, at)
+    saved = run.save()
+    losses = {}
     for disturbance in disturbances:
         run.restore(*saved)
-        losses[disturbance] = torch.cat((before, run.train(at, steps, disturbance, at))).tolist()
+        after = run.train(at, steps, disturbance, at)
+        losses[disturbance] = torch.cat((before, after)).tolist()
     return setting, losses, time.time() - start
 
 
@@ -194,8 +221,12 @@ def recovered_after(losses, undisturbed, at):
     """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
     run's; None if it is outside at the end."""
     outside = [step for step in range(at, len(losses)) if not losses[step] <= 1.05 * undisturbed[step]]
-    after = outside[-1] + 1 - at if outside else 0
-    return None if after == len(losses) - at else after
+    if not outside:
+        return 0
+    last = outside[-1]
+    if last == len(losses) - 1:
+        return None
+    return last + 1 - at
 
 
 def final(losses):
@@ -209,13 +240,18 @@ def cell_figures(setting, disturbance, losses, baseline):
 
     losses: {disturbance: losses} of its row. baseline: the same of high precision at the same size.
     """
-    at, mine = disturbed_from(len(losses["none"])), losses[disturbance]
-    finite = all(map(math.isfinite, mine))
-    return {
-        "row": str(setting), **vars(setting), "disturbance": disturbance, "finite": finite,
-        "recovered_after": recovered_after(mine, losses["none"], at),
-        "worst_loss": max(mine[at:]) if finite else None, "final_loss": final(mine) if finite else None,
-        "final_vs_high_precision": final(mine) / final(baseline[disturbance]) - 1 if finite else None}
+    own = losses[disturbance]
+    at = disturbed_from(len(own))
+    cell = {
+        "row": str(setting), **vars(setting), "disturbance": disturbance,
+        "finite": all(map(math.isfinite, own)),
+        "recovered_after": recovered_after(own, losses["none"], at),
+        "worst_loss": None, "final_loss": None, "final_vs_high_precision": None}
+    if cell["finite"]:
+        cell["worst_loss"] = max(own[at:])
+        cell["final_loss"] = final(own)
+        cell["final_vs_high_precision"] = final(own) / final(baseline[disturbance]) - 1
+    return cell
 
 
 def cell_text(cell):
@@ -223,6 +259,10 @@ def cell_text(cell):
     its own row, the loss)."""
     if not cell["finite"]:
         return "not finite"
-    is_base, after = cell["recipe"] == "none", cell["recovered_after"]
-    value = f"{cell['final_loss']:.3f}" if is_base else f"{cell['final_vs_high_precision']:+.1%}"
-    return value if cell["disturbance"] == "none" else f"{'never' if after is None else after} {value}"
+    loss = f"{cell['final_vs_high_precision']:+.1%}"
+    if cell["recipe"] == "none":
+        loss = f"{cell['final_loss']:.3f}"
+    if cell["disturbance"] == "none":
+        return loss
+    steps = cell["recovered_after"]
+    return f"never {loss}" if steps is None else f"{steps} {loss}"

@@ -1,6 +1,4 @@
 """torch.compile: the first pass of every model under every recipe, and train.py's options and errors."""
-import contextlib
-import functools
 import gc
 import shutil
 import subprocess
@@ -40,24 +38,18 @@ def make_batch():
 
 
 def assert_equal(found, expected):
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    """Compare lists of tensors, bit for bit."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
 
 
-def assert_first_pass(make, backend):
-    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
-    torch._dynamo.reset()
-    results, states, batch = [], [], make_batch()
-    for compiles in (True, False):
-        model = make()
-        net = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
-        torch.manual_seed(1)  # of dropout
-        loss = net(*batch)
-        loss.backward()
-        states.append(recipes.get_state(model))
-        results.append([loss.detach(), *(p.grad for p in model.parameters()), *states[-1].values()])
-    assert_equal(*results)
-    assert states[0].keys() == states[1].keys()
-    return states[0]
+def first_pass(model, net, batch):
+    """Run the first pass of a model, by `net` -> ([loss, gradients …], FP8 state)."""
+    torch.manual_seed(1)  # of dropout
+    loss = net(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())], recipes.get_state(model)
 
 
 CHECKPOINTING = dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1)
@@ -65,57 +57,90 @@ CHECKPOINTING = dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1)
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe, options", [
-    # the other recipes are te_reference's part, the same for every model
+    # What FP8 adds is te_reference's part, the same for every model: the others are traced without it, or by
+    # bench/pairs.py.
     ("optimized", "delayed", CHECKPOINTING), ("optimized", "current", {}), ("optimized", "block", {}),
-    *((name, "delayed", {}) for name in models.MODELS if name != "optimized")])
+    ("te", "delayed", {}), ("fused", "none", {}), ("advanced", "none", {}), ("custom", "none", {})])
 def test_the_first_pass_of_a_compiled_model(name, recipe, options):
+    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
     # with aot_eager also the bits of the compiled backward pass; eager is twice as fast
-    assert_first_pass(lambda: make_model(name, recipe, **options), "aot_eager" if options else "eager")
-
-
-def assert_trained_in_turns(make, backends):
-    """Two models train in turns on packed documents, bit for bit as uncompiled. The first one is evaluated,
-    then accumulates, in two steps; in between the second one has two passes before a backward pass."""
-    gc.collect()  # a graph of te_reference depends on which modules are alive
+    backend = "aot_eager" if options else "eager"
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    results, names = [], []
-    for compiles in (True, False):
-        # a tied weight sums its four gradients in another order
-        pair, found = [make(), make(tie_embeddings=False, fp8_lm_head=False)], []
-        nets = [torch.compile(model, backend=backend, fullgraph=True) if compiles else model
-                for model, backend in zip(pair, backends)]
-        torch.manual_seed(1)
-        for step, (net, model) in enumerate([*zip(nets, pair), (nets[0], pair[0])]):
-            starts = torch.tensor([0, 3, 8, 10 + step, 16, 16], dtype=torch.int32, device=DEVICE)
-            forward = functools.partial(net, cu_seqlens=starts)
-            if net is nets[0]:
-                with torch.no_grad():
-                    found.append(net.eval()(*make_batch(), cu_seqlens=starts))  # also as the very first pass
-                net.train()
-                losses = (forward(*make_batch(), is_first_microbatch=first) for first in (True, False))
-            else:
-                losses = [sum(forward(*make_batch()) for _ in range(2))]
-            for loss in losses:
-                loss.backward()
-                found.append(loss.detach())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    found.append(parameter.grad)
-                    parameter -= 0.1 * parameter.grad
-            model.zero_grad()
-            found += recipes.get_state(model).values()
-        results.append(found)
-        names.append([*map(recipes.get_state, pair)])
-    assert_equal(*results)
-    assert all(one.keys() == other.keys() for one, other in zip(*names))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5  # one less in a new process
+    batch = make_batch()
+    model = make_model(name, recipe, **options)
+    found, state = first_pass(model, torch.compile(model, backend=backend, fullgraph=True), batch)
+    model = make_model(name, recipe, **options)
+    expected, expected_state = first_pass(model, model, batch)
+    assert_equal(found, expected)
+    assert state.keys() == expected_state.keys()
+    assert_equal(list(state.values()), list(expected_state.values()))
+
+
+def packed(number):
+    """Return the first tokens of documents for a batch of 16 tokens, other ones in each step."""
+    starts = [0, 3, 8, 10 + number, 16, 16]
+    return torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+
+
+def evaluate_and_train(net, number):
+    """Evaluate, then accumulate the gradients of two micro-batches; return the three losses."""
+    starts = packed(number)
+    net.eval()
+    with torch.no_grad():
+        losses = [net(*make_batch(), cu_seqlens=starts)]  # also as the very first pass
+    net.train()
+    for is_first in (True, False):
+        loss = net(*make_batch(), cu_seqlens=starts, is_first_microbatch=is_first)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def train_on_two_passes(net, number):
+    """Do two passes before one backward pass; return their loss."""
+    starts = packed(number)
+    loss = net(*make_batch(), cu_seqlens=starts) + net(*make_batch(), cu_seqlens=starts)
+    loss.backward()
+    return [loss.detach()]
+
+
+@torch.no_grad()
+def update(model):
+    """Take a step of gradient descent; return the gradients and the FP8 state."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+    model.zero_grad()
+    return [*gradients, *recipes.get_state(model).values()]
+
+
+def train_two_models_in_turns(compiles):
+    """Train two models under delayed scaling; return what all steps gave, and the names of the FP8 state."""
+    one = make_model("optimized", "delayed")
+    # a tied weight sums its four gradients in another order
+    other = make_model("optimized", "delayed", tie_embeddings=False, fp8_lm_head=False)
+    net, other_net = one, other
+    if compiles:
+        net = torch.compile(one, backend="eager", fullgraph=True)
+        other_net = torch.compile(other, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    found = [*evaluate_and_train(net, 0), *update(one)]
+    found += [*train_on_two_passes(other_net, 1), *update(other)]
+    found += [*evaluate_and_train(net, 2), *update(one)]
+    return found, [list(recipes.get_state(model)) for model in (one, other)]
 
 
 @ON_REFERENCE
 def test_compiled_steps_equal_uncompiled_ones():
-    assert_trained_in_turns(
-        lambda **options: make_model("optimized", "delayed", **options), ("eager", "aot_eager"))
+    """On packed documents: evaluation, accumulation, two models, two passes before a backward pass."""
+    gc.collect()  # a graph of te_reference depends on which modules are alive
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found, names = train_two_models_in_turns(compiles=True)
+    expected, expected_names = train_two_models_in_turns(compiles=False)
+    assert_equal(found, expected)
+    assert names == expected_names
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5  # one less in a new process
 
 
 @ON_REFERENCE
@@ -133,31 +158,43 @@ def test_new_batch_sizes_compile_once_more(name, recipe, options):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def pass_of_one_linear(way, x):
+    """Run two micro-batches, which share quantized weights, through a Linear of te_reference under its
+    default recipe; return outputs, gradients and FP8 state.
+
+    way: "plain", or compiled with autocast "inside" or "outside" of what is compiled.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = te_reference.Linear(64, 64, device="cpu")
+
+    def run(x, is_first_microbatch):
+        with te_reference.autocast():
+            return module(x, is_first_microbatch=is_first_microbatch)
+
+    compiled_module = torch.compile(module, backend="aot_eager", fullgraph=True)
+
+    def run_outside(x, is_first_microbatch):
+        with te_reference.autocast():
+            return compiled_module(x, is_first_microbatch=is_first_microbatch)
+
+    run_inside = torch.compile(run, backend="eager", fullgraph=True)
+    nets = {"plain": run, "inside": run_inside, "outside": run_outside}
+    outputs = []
+    for is_first in (True, False):
+        y = nets[way](x, is_first_microbatch=is_first)
+        y.square().mean().backward()
+        outputs.append(y)
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return [*outputs, *gradients, *recipes.get_state(module).values()]
+
+
 @ON_REFERENCE
-def test_a_module_of_te_reference_under_delayed_scaling():
-    """The user's own model enters the region, inside or outside what is compiled; micro-batches share weights
-    that are quantized once."""
-    results, x = [], torch.randn(8, 4, 64)
-    for kind in ("plain", "inside", "outside"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        module = te_reference.Linear(64, 64, device="cpu")
-
-        def run(x, is_first_microbatch, module=module):
-            with te_reference.autocast():  # the default recipe
-                return module(x, is_first_microbatch=is_first_microbatch)
-
-        net = {"plain": run, "inside": torch.compile(run, backend="eager", fullgraph=True),
-               "outside": torch.compile(module, backend="aot_eager", fullgraph=True)}[kind]
-        outputs = []
-        for first in (True, False):
-            with te_reference.autocast() if kind == "outside" else contextlib.nullcontext():
-                outputs.append(net(x, is_first_microbatch=first))
-            outputs[-1].square().mean().backward()
-        outputs += [parameter.grad for parameter in module.parameters()]
-        results.append([*outputs, *recipes.get_state(module).values()])
-    assert_equal(results[1], results[0])
-    assert_equal(results[2], results[0])
+@pytest.mark.parametrize("way", ["inside", "outside"])
+def test_a_module_of_te_reference_under_delayed_scaling(way):
+    """The user's own model enters the region, inside or outside what is compiled."""
+    x = torch.randn(8, 4, 64)
+    assert_equal(pass_of_one_linear(way, x), pass_of_one_linear("plain", x))
 
 
 # ---- train.py
@@ -168,10 +205,11 @@ def test_a_compiled_run_learns_what_an_uncompiled_one_does(tokens, tmp_path, com
     """And goes on uncompiled. Without marks of steps CUDA graphs overwrite what the backward pass needs."""
     marks = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
-    options = f"{TRAIN} --fp8-recipe delayed --lr 3e-4 --checkpoint-interval 3"
+    options = f"{TRAIN} --fp8-recipe none --lr 3e-4 --checkpoint-interval 3"  # FP8 takes long to trace
     compiled = "--compile --compile-mode reduce-overhead --compile-fullgraph"
     assert run_train(f"{options} {compiled} --out-dir {tmp_path}/compiled", tokens) == 0
-    assert compiles == [{"mode": "reduce-overhead", "fullgraph": True}] and len(marks) == 3
+    assert compiles == [{"mode": "reduce-overhead", "fullgraph": True}]
+    assert len(marks) == 3
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     found, expected = metrics(tmp_path / "compiled"), metrics(tmp_path / "plain")
     assert [r["step"] for r in found] == [r["step"] for r in expected] == [1, 2, 3]
@@ -180,7 +218,8 @@ def test_a_compiled_run_learns_what_an_uncompiled_one_does(tokens, tmp_path, com
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
     resumed = "--max-steps 4 --no-compile --compile-mode default --no-compile-fullgraph"
     assert run_train(f"--resume --out-dir {tmp_path}/compiled {resumed}", tokens) == 0
-    assert len(compiles) == 1 and [r["step"] for r in metrics(tmp_path / "compiled")] == [1, 2, 3, 4]
+    assert len(compiles) == 1
+    assert [r["step"] for r in metrics(tmp_path / "compiled")] == [1, 2, 3, 4]
 
 
 @ON_REFERENCE
@@ -194,31 +233,42 @@ def test_a_run_with_the_compiler_itself(tokens, tmp_path, monkeypatch):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-@ON_REFERENCE
-@pytest.mark.parametrize("option, words", [
-    ("--compile-fullgraph", ["graph_break", "leave it out"]), ("--compile", ["first line", "leave it out"])])
-def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypatch, option, words):
-    """A graph break with --compile-fullgraph, and a compiler error without it. No file is written."""
-    forward, compile_ = te_reference.LayerNormMLP.forward, torch.compile
+def assert_refused_to_compile(arguments, tokens, tmp_path, capsys, words):
+    """train.py ends with one line that has these words, and writes no file."""
     torch._dynamo.reset()
+    command = f"{TRAIN} --fp8-recipe none --compile {arguments} --out-dir {tmp_path}/run"
+    assert run_train(command, tokens) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: --compile: OptimizedGPT2Model does not compile"), error
+    assert error.count("\n") == 1, error
+    for word in words:
+        assert word in error, error
+    assert not Path(tmp_path, "run").exists()
+
+
+@ON_REFERENCE
+def test_a_graph_break_with_fullgraph_is_one_line(tokens, tmp_path, capsys, monkeypatch):
+    forward = te_reference.LayerNormMLP.forward
 
     def untraceable(self, *args, **kwargs):
         torch._dynamo.graph_break()
         return forward(self, *args, **kwargs)
 
+    monkeypatch.setattr(te_reference.LayerNormMLP, "forward", untraceable)
+    place = f"{__file__}:{untraceable.__code__.co_firstlineno + 1}: Call to "
+    words = ["graph_break", "leave it out", place]
+    assert_refused_to_compile("--compile-fullgraph", tokens, tmp_path, capsys, words)
+
+
+@ON_REFERENCE
+def test_an_error_of_the_compiler_is_one_line(tokens, tmp_path, capsys, monkeypatch):
+    compile_ = torch.compile
+
     def broken(graph, inputs):
         raise NotImplementedError("first line\nsecond line")
 
-    if option == "--compile-fullgraph":
-        words = [*words, f"{__file__}:{untraceable.__code__.co_firstlineno + 1}: Call to "]
-        monkeypatch.setattr(te_reference.LayerNormMLP, "forward", untraceable)
-    else:
-        monkeypatch.setattr(torch, "compile", lambda net, **_: compile_(net, backend=broken))
-    assert run_train(f"{TRAIN} --fp8-recipe none --compile {option} --out-dir {tmp_path}/run", tokens) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("train.py: --compile: OptimizedGPT2Model does not compile"), error
-    assert error.count("\n") == 1 and all(word in error for word in words), error
-    assert not Path(tmp_path, "run").exists()
+    monkeypatch.setattr(torch, "compile", lambda net, **_: compile_(net, backend=broken))
+    assert_refused_to_compile("", tokens, tmp_path, capsys, ["first line", "leave it out"])
 
 
 # ---- on a GPU, with Transformer Engine

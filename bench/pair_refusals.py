@@ -1,0 +1,215 @@
+"""The pairs of options that train.py refuses, for bench/pairs.py: all of them, a try of each, and the page.
+
+A refused pair comes from `REFUSED` in nanote/config.py, or is an option that a model file lacks. Trying it
+must end with exit code 2 and one line that names its options.
+"""
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import shlex
+import shutil
+from dataclasses import dataclass
+
+from nanote import config
+
+TINY = "--n-head 2 --n-embd 64 --seq-len 32 --eval-tokens 64 --device cpu"
+ONE_STEP = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"  # if it trains after all
+OTHER_MODELS = ("advanced", "fused", "custom", "te")  # which lack some options that `optimized` has
+# Values that turn on an option that is neither a switch nor a number of steps.
+EXAMPLES = dict(
+    n_kv_head=2, head_dim=32, rope_theta=5e5, activation="swiglu", attention="sdpa", attn_dropout=0.1)
+
+
+@dataclass(frozen=True)
+class RefusedPair:
+    """Options that train.py refuses together, as (name, value), and why. Where the engine counts, they are
+    three: NANOTE_ENGINE stands among them as if it were an option."""
+
+    options: tuple
+    reason: str
+
+    def is_in(self, options: dict) -> bool:
+        return all(options.get(name) == value for name, value in self.options)
+
+    def engine(self) -> str | None:
+        return dict(self.options).get("NANOTE_ENGINE")
+
+    def arguments(self, corpora: str) -> list[str]:
+        """Return train.py's arguments that try this pair, with the defaults of all other options."""
+        words = []
+        for name, value in self.options:
+            if name != "NANOTE_ENGINE":
+                words += config.as_typed(name, value).split()
+        return [*words, *TINY.split(), *ONE_STEP.split(), "--data", f"{corpora}/documents"]
+
+    def command(self, corpora: str) -> str:
+        """Return the line that tries this pair, for a shell."""
+        command = f"python train.py {shlex.join(self.arguments(corpora))}"
+        if self.engine():
+            command = f"NANOTE_ENGINE={self.engine()} {command}"
+        return command
+
+
+# ---------------------------------------------------------------- all of them
+
+def refused_pairs() -> list[RefusedPair]:
+    """Return the pairs of REFUSED, each with every value that it names, and what each model file lacks."""
+    pairs = []
+    for refusal in config.REFUSED:
+        choices = []
+        for setting in refusal.settings:
+            choices.append([(setting.option, value) for value in example_values(setting)])
+        for options in itertools.product(*choices):
+            pairs.append(RefusedPair(options, refusal.reason))
+    for model in ("fast", *OTHER_MODELS):
+        for option in lacked_options(model):
+            options = (("model", model), (option, value_on(option)))
+            pairs.append(RefusedPair(options, "the model file has no such option"))
+    return pairs
+
+
+def example_values(setting: config.Setting) -> list:
+    """Return the values to try for a setting of REFUSED."""
+    if not setting.values:
+        return [value_on(setting.option)]
+    return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in setting.values]
+
+
+def value_on(option: str):
+    """Return a value that turns an option on."""
+    if option in EXAMPLES:
+        return EXAMPLES[option]
+    is_switch = isinstance(getattr(config.TrainConfig(), option), bool)
+    return True if is_switch else 1
+
+
+def lacked_options(model: str) -> list[str]:
+    """Return the options that a model file lacks, without those that REFUSED names with a better reason."""
+    from nanote import models
+    model_class, config_class = models.model_classes(model)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    lacked = []
+    if not models.takes_argument(model_class, "cu_seqlens"):
+        lacked.append("pack_documents")
+    named = options_named_with(model)
+    for option in models.MODEL_OPTIONS:
+        if option not in fields and option not in named:
+            lacked.append(option)
+    return lacked
+
+
+def options_named_with(model: str) -> set[str]:
+    """Return the options that REFUSED excludes for a model file."""
+    options = set()
+    for refusal in config.REFUSED:
+        first, second, *_ = refusal.settings
+        if first.option == "model" and model in first.values:
+            options.add(second.option)
+    return options
+
+
+# ---------------------------------------------------------------- a try of each
+
+def what_is_wrong(pair: RefusedPair, corpora: str) -> str:
+    """Try a refused pair in this process; return what is wrong with its refusal, "" if nothing is."""
+    folder = f"{corpora}/refused"
+    with engine_of(pair):
+        code, line = run_train([*pair.arguments(corpora), "--out-dir", folder])
+    names = [name if name == "NANOTE_ENGINE" else config.flag(name) for name, _ in pair.options]
+    wrote_files = os.path.exists(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    if code == 2 and "\n" not in line and all(name in line for name in names) and not wrote_files:
+        return ""
+    return f"code {code}, and must be 2; one line must name {' and '.join(names)}: {line}"
+
+
+def run_train(arguments: list[str]) -> tuple:
+    """Run train.py in this process -> (its exit code, what it wrote to stderr). For an exception that is no
+    refusal, the code is its type's name."""
+    import train
+    stdout, stderr = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            code = config.run_command(lambda: train.run(arguments), "train.py")
+    except (Exception, SystemExit) as error:
+        return type(error).__name__, config.in_a_line(error)
+    return code, stderr.buffer.getvalue().decode().strip()
+
+
+@contextlib.contextmanager
+def engine_of(pair: RefusedPair):
+    """Set NANOTE_ENGINE to the engine of a pair, or unset it."""
+    before = os.environ.pop("NANOTE_ENGINE", None)
+    if pair.engine():
+        os.environ["NANOTE_ENGINE"] = pair.engine()
+    try:
+        yield
+    finally:
+        os.environ.pop("NANOTE_ENGINE", None)
+        if before is not None:
+            os.environ["NANOTE_ENGINE"] = before
+
+
+# ---------------------------------------------------------------- the page
+
+PAGE = """# What goes with what
+
+`python bench/pairs.py` trains every two of these options together, on every engine, and tries each pair that
+is refused:
+
+{options}
+
+The tables are those of the code: `python bench/pairs.py --page` writes them from `REFUSED` in
+`nanote/config.py` and from the configs of the model files.
+
+## Options that exclude each other
+
+{refused}
+
+## Options that a model file lacks
+
+`optimized` has them all. What a preset sets and a model lacks is left out, and one line says so. What you
+type is refused.
+
+{lacked}
+"""
+
+
+def page(options) -> str:
+    """Return the text of guide/pairs.md. `options`: those that are trained in pairs."""
+    lines = []
+    for option in options:
+        text = option if option in ("layout", "data") else f"`{config.flag(option)}`"
+        lines.append(f"- {text}")
+    return PAGE.format(options="\n".join(lines), refused=refused_table(), lacked=lacked_table())
+
+
+def refused_table() -> str:
+    from bench.report import markdown
+    rows = []
+    for refusal in config.REFUSED:
+        *others, last = [as_shown(setting) for setting in refusal.settings]
+        rows.append([" with ".join(others), last, refusal.reason])
+    return markdown(("option", "not with", "why"), rows, left=3)
+
+
+def as_shown(setting: config.Setting) -> str:
+    """Return a setting of REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
+    if not setting.values:
+        return f"`{config.flag(setting.option)}`"
+    first, *others = setting.values
+    texts = [config.as_typed(setting.option, first), *others]
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+def lacked_table() -> str:
+    """Return a row for each list of lacked options, with the models that lack them."""
+    from bench.report import markdown
+    models_of = {}  # {lacked options: models}
+    for model in OTHER_MODELS:
+        flags = [f"`{config.flag(option)}`" for option in lacked_options(model)]
+        models_of.setdefault(", ".join(flags), []).append(f"`{model}`")
+    rows = [[", ".join(models), flags] for flags, models in models_of.items()]
+    return markdown(("`--model`", "has no"), rows, left=2)
