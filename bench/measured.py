@@ -120,12 +120,15 @@ def speed():
 
 def parts():
     kinds = {
-        "GEMMs": ["GEMM FP8",
-        "GEMM BF16"], "attention": ["attention"], "casts, transposes": ["cast/transpose"],
-        "loss": ["loss"], "norms": ["norm"], "activation": ["activation"],
+        "GEMMs": ["GEMM FP8", "GEMM BF16"],
+        "attention": ["attention"],
+        "casts, transposes": ["cast/transpose"],
+        "loss": ["loss"],
+        "norms": ["norm"],
+        "activation": ["activation"],
         "residual adds": ["elementwise/residual"],
-        "optimizer, clipping": ["optimizer"], "copies, embedding, other": ["copy/concat", "embedding",
-        "other"],
+        "optimizer, clipping": ["optimizer"],
+        "copies, embedding, other": ["copy/concat", "embedding", "other"],
     }
     rows = []
     for row in read("speed"):
