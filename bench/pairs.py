@@ -91,10 +91,15 @@ def make_workers(rows: list[Row], folder: Path, jobs: int) -> list[Worker]:
     corpora = f"{folder}/corpora"
     make_corpora(corpora)
     groups = defaultdict(dict)  # {(engine, kind, ranks): {name: run}}
+
+    def add(row, resumes):
+        run = run_of(row, corpora, resumes)
+        groups[row.engine, process_kind(row), row.ranks].setdefault(run.name, run)
+
     for row in rows:
-        for made, resumes in ((row, True), (row.plain(), False)):
-            run = run_of(made, corpora, resumes)
-            groups[made.engine, process_kind(made), made.ranks].setdefault(run.name, run)
+        add(row, resumes=True)
+    for row in rows:
+        add(row.plain(), resumes=False)  # unless it is a row, too
 
     costs = {}  # in time of processes
     for key, runs in groups.items():
