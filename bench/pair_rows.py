@@ -157,7 +157,7 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
     if stack == "te_reference":
         choices.append(rules.complete(COMPILED_ON_TWO, values))
     left = allowed_pairs(values, rules) - pairs_in(choices)
-    while left:  # what allpairspy leaves out where many pairs are refused
+    while left:  # pairs of slow choices, and what allpairspy leaves out where many pairs are refused
         pair = min(left, key=repr)
         choices.append(rules.complete(dict(pair), values))
         left -= pairs_of(choices[-1])
@@ -186,8 +186,8 @@ def choices_of_allpairs(values: dict, rules: Rules) -> list[dict]:
 
 
 def make_cheaper(choices: list[dict], option: str, cheap, rules: Rules) -> list[dict]:
-    """Leave out choices whose pairs other choices have, and give `option` its cheap value in those that have
-    no pair alone that would be lost."""
+    """Leave out choices whose pairs all stand in other choices, too. In the rest, give `option` its cheap
+    value unless a pair that stands only there would be lost."""
     choices = sorted(choices, key=lambda choice: choice["compile"], reverse=True)  # the slow ones first
     count = Counter()
     for choice in choices:
@@ -229,7 +229,7 @@ class Row:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs it. The plain row of such a row has its size, and needs none."""
+        """Whether Triton's interpreter runs it. The plain row of such a row runs on te_reference instead."""
         return self.place is INTERPRETER and self.engine != "reference"
 
     def plain(self) -> "Row":
