@@ -142,9 +142,12 @@ def allowed_pairs(values: dict, rules: Rules) -> set:
     pairs = set()
     for one, other in itertools.combinations(values, 2):
         for value, other_value in itertools.product(values[one], values[other]):
-            pair = {one: value, other: other_value}
-            if rules.complete(pair, values):
-                pairs.add(tuple(pair.items()))
+            pair = ((one, value), (other, other_value))
+            if pair in pairs:
+                continue
+            choice = rules.complete(dict(pair), values)
+            if choice is not None:
+                pairs |= pairs_of(choice)
     return pairs
 
 
