@@ -1,4 +1,5 @@
 """torch.compile: the first pass of every model under every recipe, and train.py's options and errors."""
+import functools
 import gc
 import shutil
 import subprocess
@@ -52,6 +53,21 @@ def first_pass(model, net, batch):
     return [loss.detach(), *(p.grad for p in model.parameters())], recipes.get_state(model)
 
 
+def assert_first_pass(make, backend):
+    """The first pass, which creates the FP8 state, is one graph and has an uncompiled one's bits. Return the
+    names of the FP8 state."""
+    torch._dynamo.reset()
+    batch = make_batch()
+    model = make()
+    found, state = first_pass(model, torch.compile(model, backend=backend, fullgraph=True), batch)
+    model = make()
+    expected, expected_state = first_pass(model, model, batch)
+    assert_equal(found, expected)
+    assert state.keys() == expected_state.keys()
+    assert_equal(list(state.values()), list(expected_state.values()))
+    return list(state)
+
+
 CHECKPOINTING = dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1)
 
 
@@ -62,18 +78,8 @@ CHECKPOINTING = dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1)
     ("optimized", "delayed", CHECKPOINTING), ("optimized", "current", {}), ("optimized", "block", {}),
     ("te", "delayed", {}), ("fused", "none", {}), ("advanced", "none", {}), ("custom", "none", {})])
 def test_the_first_pass_of_a_compiled_model(name, recipe, options):
-    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
     # with aot_eager also the bits of the compiled backward pass; eager is twice as fast
-    backend = "aot_eager" if options else "eager"
-    torch._dynamo.reset()
-    batch = make_batch()
-    model = make_model(name, recipe, **options)
-    found, state = first_pass(model, torch.compile(model, backend=backend, fullgraph=True), batch)
-    model = make_model(name, recipe, **options)
-    expected, expected_state = first_pass(model, model, batch)
-    assert_equal(found, expected)
-    assert state.keys() == expected_state.keys()
-    assert_equal(list(state.values()), list(expected_state.values()))
+    assert_first_pass(lambda: make_model(name, recipe, **options), "aot_eager" if options else "eager")
 
 
 def packed(number):
@@ -114,15 +120,16 @@ def update(model):
     return [*gradients, *recipes.get_state(model).values()]
 
 
-def train_two_models_in_turns(compiles):
-    """Train two models under delayed scaling; return what all steps gave, and the names of the FP8 state."""
-    one = make_model("optimized", "delayed")
-    # a tied weight sums its four gradients in another order
-    other = make_model("optimized", "delayed", tie_embeddings=False, fp8_lm_head=False)
+def train_two_models_in_turns(make, backends=None):
+    """Train two models, compiled if there are backends; return what all steps gave, and the names of the FP8
+    state."""
+    one = make()
+    other = make(tie_embeddings=False, fp8_lm_head=False)  # a tied weight sums its four gradients otherwise
     net, other_net = one, other
-    if compiles:
-        net = torch.compile(one, backend="eager", fullgraph=True)
-        other_net = torch.compile(other, backend="aot_eager", fullgraph=True)
+    if backends is not None:
+        backend, other_backend = backends
+        net = torch.compile(one, backend=backend, fullgraph=True)
+        other_net = torch.compile(other, backend=other_backend, fullgraph=True)
     torch.manual_seed(1)
     found = [*evaluate_and_train(net, 0), *update(one)]
     found += [*train_on_two_passes(other_net, 1), *update(other)]
@@ -130,17 +137,21 @@ def train_two_models_in_turns(compiles):
     return found, [list(recipes.get_state(model)) for model in (one, other)]
 
 
-@ON_REFERENCE
-def test_compiled_steps_equal_uncompiled_ones():
+def assert_trained_in_turns(make, backends):
     """On packed documents: evaluation, accumulation, two models, two passes before a backward pass."""
     gc.collect()  # a graph of te_reference depends on which modules are alive
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found, names = train_two_models_in_turns(compiles=True)
-    expected, expected_names = train_two_models_in_turns(compiles=False)
+    found, names = train_two_models_in_turns(make, backends)
+    expected, expected_names = train_two_models_in_turns(make)
     assert_equal(found, expected)
     assert names == expected_names
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5  # one less in a new process
+
+
+@ON_REFERENCE
+def test_compiled_steps_equal_uncompiled_ones():
+    assert_trained_in_turns(functools.partial(make_model, "optimized", "delayed"), ("eager", "aot_eager"))
 
 
 @ON_REFERENCE

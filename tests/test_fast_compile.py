@@ -41,8 +41,8 @@ CHECKPOINTED = CHECKPOINTING | {"dropout": 0.0, "attn_dropout": 0.0 if HAS_GPU e
     # the same modules in other files; in Triton's interpreter each takes some seconds
     on_gpu("advanced", {}, "eager"), on_gpu("fused", {}, "eager"), on_gpu("custom", {}, "eager")])
 def test_the_first_pass_of_a_compiled_model(name, options, backend):
-    state = assert_first_pass(lambda: make_model(name, **options), backend)
-    has_fp8_state = len(state) > 4
+    state_names = assert_first_pass(lambda: make_model(name, **options), backend)
+    has_fp8_state = len(state_names) > 4
     assert has_fp8_state == options.get("use_fp8", True)
 
 
