@@ -113,8 +113,13 @@ def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     assert process.returncode in (-signal.SIGINT, 130, 0)
 
 
-COMMANDS = [path for folder in (".", "tools", "bench") for path in sorted((ROOT / folder).glob("*.py"))
-            if "run_command(" in path.read_text()]
+def is_command(path):
+    text = path.read_text()
+    return "run_command(" in text and '__name__ == "__main__"' in text
+
+
+FOLDERS = (ROOT, ROOT / "tools", ROOT / "bench")
+COMMANDS = [path for folder in FOLDERS for path in sorted(folder.glob("*.py")) if is_command(path)]
 
 
 INTERRUPTED = """import os, signal, time
