@@ -89,7 +89,8 @@ def read_command_line(arguments: list[str]) -> dict:
             name = argument[2:].partition("=")[0].replace("-", "_")
             if name not in KINDS:
                 name = name.removeprefix("no_")  # --no-bias
-            options[name] = getattr(config, name)
+            if name in KINDS:  # not "--", which ends the options
+                options[name] = getattr(config, name)
     return options
 
 

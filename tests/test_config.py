@@ -46,6 +46,10 @@ def test_options_win_over_the_preset():
     assert config == dataclasses.replace(expected, lr=1e-3, grad_accum=2, bias=False)
 
 
+def test_two_dashes_end_the_options():
+    assert options("--lr 0.5 --") == options("--lr 0.5")
+
+
 def test_help_explains_every_option_at_its_preset(capsys):
     with pytest.raises(SystemExit) as stop:
         options("--preset gpt2-350m --help")
