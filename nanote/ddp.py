@@ -147,7 +147,7 @@ class Gradients:
         finally:
             self.active = False
             for parameter in self.parameters:
-                vars(parameter).pop("main_grad", None)  # absent after an error in a chunk of the loss
+                del parameter.main_grad
         if self.reduces:
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)

@@ -89,7 +89,8 @@ def read_command_line(arguments: list[str]) -> dict:
             name = argument[2:].partition("=")[0].replace("-", "_")
             if name not in KINDS:
                 name = name.removeprefix("no_")  # --no-bias
-            options[name] = getattr(config, name)
+            if name in KINDS:  # not "--", which ends the options
+                options[name] = getattr(config, name)
     return options
 
 
@@ -163,6 +164,22 @@ class TextLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}
 
 
+class JsonLoader(yaml.SafeLoader):
+    """A YAML loader for `set`, whose fields may have any type: reads scalars without quotes as JSON does, and
+    what JSON has not as text. So 1e-3 and .5 are numbers, ~ is null, and "1.10" and 10:12 are text."""
+
+    yaml_implicit_resolvers = {}
+
+
+for tag, pattern, first in (
+        ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("null", "|~|null|Null|NULL", ["", *"~nN"]),
+        ("int", "[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+        ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+        ("merge", "<<", "<")):
+    JsonLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), first)
+
+
 def read_file(path: str) -> tuple[dict, bool]:
     """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
     try:
@@ -184,6 +201,8 @@ def read_file(path: str) -> tuple[dict, bool]:
     for key, value in options.items():
         name = str(key).replace("-", "_")
         check_is_option(name, path)
+        if name == "set":
+            value = yaml.load(content, JsonLoader)[key]
         typed[name] = read_value(name, value, f"--config {path}")
     return typed, False
 
@@ -242,25 +261,12 @@ def read_set(value, source) -> tuple[tuple[str, ...], ...]:
     """
     texts = []
     if isinstance(value, dict):
-        for field, text in value.items():
-            texts.append(f"{field}={json.dumps(json_or_text(text))}")
+        for field, field_value in value.items():
+            texts.append(f"{field}={json.dumps(field_value)}")
     else:
         for some in value if isinstance(value, list) else [value]:
             texts += some if isinstance(some, list) else [some]
     if not all(isinstance(text, str) and "=" in text for text in texts):
-        raise ValueError(f"{source}: set {value}: must be fields with values, such as set: {{window: 32}}")
+        raise ValueError(f"{source}: set {json.dumps(value)}: must be fields with values, such as "
+                         "set: {window: 32}")
     return (tuple(texts),) if texts else ()
-
-
-def json_or_text(value):
-    """Return a text of a file as JSON if it is some, else as it is; of a list, each of its texts."""
-    if isinstance(value, list):
-        return [json_or_text(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false", "null"):  # YAML has True and TRUE, too
-        value = value.lower()
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

@@ -46,6 +46,10 @@ def test_options_win_over_the_preset():
     assert config == dataclasses.replace(expected, lr=1e-3, grad_accum=2, bias=False)
 
 
+def test_two_dashes_end_the_options():
+    assert options("--lr 0.5 --") == options("--lr 0.5")
+
+
 def test_help_explains_every_option_at_its_preset(capsys):
     with pytest.raises(SystemExit) as stop:
         options("--preset gpt2-350m --help")
@@ -98,6 +102,9 @@ def test_config_files_lie_between_preset_and_command_line(name, text):
     ("vocab_size:", "vocab_size", None),
     ("set: {a: 1, b: 1e-3, c: yes, d: 10:12, e: true, f: [1, x]}", "set",
      (("a=1", "b=0.001", 'c="yes"', 'd="10:12"', "e=true", 'f=[1, "x"]'),)),
+    ("set: {a: .5, b: 5., c: +5, d: ~, e: }", "set", (("a=0.5", "b=5.0", "c=5", "d=null", "e=null"),)),
+    ('set: {a: "1.10", b: "1e3", c: "True", d: ["1"]}', "set",
+     (('a="1.10"', 'b="1e3"', 'c="True"', 'd=["1"]'),)),
     ("set: a=1", "set", (("a=1",),)),
     ("set: [a=1, b=2]", "set", (("a=1", "b=2"),)),
     ("<<: {lr: 2e-3}", "lr", 2e-3)])
@@ -109,7 +116,7 @@ def test_yaml_gives_an_option_what_is_written(line, name, value):
 
 @pytest.mark.parametrize("text, words", [
     ("set: 5", "a.yaml: set 5: must be fields with values, such as set: {window: 32}"),
-    ("set: null", "a.yaml: set null: must be fields"), ("set: [a=1, 5]", "set ['a=1', '5']: must be fields"),
+    ("set: null", "a.yaml: set null: must be fields"), ("set: [a=1, 5]", 'set ["a=1", 5]: must be fields'),
     ('{"set": 5, "command": "train.py"}', "set 5: must be fields"),
     ("[1, 2]", "holds no options"), ("", "holds no options"), ("a: [", "neither JSON nor YAML"),
     ("lr: abc", "a.yaml: lr abc: must be of type float"),
