@@ -18,10 +18,8 @@ mean:
 For attention inside a model: python benchmark_te.py --shapes 124m-b32 --arms fp8 fp8-sdpa fp8-te_attention
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import sys
 import time

@@ -27,10 +27,8 @@ comes from these. Times are medians between CUDA events. Before anything is time
 norm and progress are checked against the first arm's.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import sys
 from dataclasses import dataclass

@@ -7,11 +7,10 @@
     python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
 import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
-
 import sys
 from collections import Counter
 from dataclasses import dataclass

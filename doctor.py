@@ -13,10 +13,8 @@ is off, and names it.
 Only --model needs more than the standard library. A broken CUDA library kills the process instead of raising
 an exception, so the checks that import torch run in processes of their own.
 """
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import argparse
 import contextlib

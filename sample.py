@@ -6,10 +6,8 @@
 
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
 """
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import codecs
 import math

@@ -9,10 +9,8 @@ pass. The configuration is stricter than TE in one place, on purpose: a vocabula
 where TE trains with any multiple of 16. It is one rule for every recipe, and padding costs little.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import itertools
 import os

@@ -20,23 +20,22 @@ array: every two values of two options stand together in some row, but for those
 bench/pair_rows.py makes the rows, bench/pair_runs.py trains them, bench/pair_refusals.py has the refused
 pairs.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import hashlib
 import itertools
 import json
 import shutil
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench import pair_refusals  # noqa: E402
 from bench.pair_rows import (  # noqa: E402
     OPTIONS,

@@ -8,23 +8,22 @@
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
   the files are copied, with the chat template, and the generation config but for the ids that end a text.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import json
 import os
 import shutil
-import sys
+import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if __name__ == "__main__":  # the logits are compared in float32, which TE on a GPU replaces by TF32
     os.environ.setdefault("NANOTE_ENGINE", "reference")

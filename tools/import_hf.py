@@ -11,24 +11,23 @@
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
 import functools
 import os
 import shlex
-import sys
+import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig, in_a_line, parse, run_command
