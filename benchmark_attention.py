@@ -34,7 +34,7 @@ from bench import attention
 from bench.attention import HAS_GPU, Shape, row_of
 from bench.report import check_output, write_report
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 PACKAGES = ("transformer_engine", "transformer-engine", "flash_attn", "flash-attn", "flash_attn_4",
             "flash-attn-4", "triton")  # whose versions are reported

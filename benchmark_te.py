@@ -41,7 +41,8 @@ from bench.report import check_output
 from bench.speed import run_compile, run_formats, run_shapes, run_stack, run_sweep
 from bench.step import SHAPES, arm_config
 from nanote import recipes
-from nanote.config import PRESETS, TrainConfig, parse, run_command
+from nanote.command import parse, run_command
+from nanote.config import PRESETS, TrainConfig
 from nanote.models import pick_device
 
 MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "sweep": run_sweep,

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 
 
 @dataclass(kw_only=True)

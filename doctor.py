@@ -404,7 +404,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        from nanote.config import run_command
+        from nanote.command import run_command
     except ImportError:  # tyro is not installed
         sys.exit(main())
     sys.exit(run_command(main, "doctor.py"))

@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, chunked_loss, models, trained_model
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
 from nanote.tokens import document_starts

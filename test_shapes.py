@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench.report import check_output, write_report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
-from nanote.config import TrainConfig, parse, run_command
+from nanote.command import parse, run_command
+from nanote.config import TrainConfig
 from nanote.recipes import te
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine

@@ -45,7 +45,7 @@ from bench import stability
 from bench.report import check_output, write_report
 from bench.stability import Run, Setting, recovered_after, run_row, settings_of
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine
 

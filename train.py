@@ -27,7 +27,8 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
-from nanote.config import TrainConfig, in_a_line, run_command
+from nanote.command import in_a_line, run_command
+from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State

@@ -39,7 +39,7 @@ from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))

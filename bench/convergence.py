@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bench.report import check_output, command_line, cpu_name, markdown, write_report
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokens import open_tokens
 

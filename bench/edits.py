@@ -27,7 +27,7 @@ from bench import step
 from bench.measure import attempt, measure
 from bench.report import Rows
 from nanote import recipes
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 CLASSES = {"fast": "FastGPT2Model", "optimized": "OptimizedGPT2Model"}

@@ -34,7 +34,8 @@ from bench.report import Rows
 from fast_kernels.adam import FastAdam
 from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig, parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
+from nanote.config import TrainConfig
 from nanote.engine import te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from bench import measure, nanogpt, report, step
 from nanote import parallel
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 
 SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", "llama3-8b")}
 SHAPES["124m-b16"] = SHAPES["124m-b32"] | {"micro_batch_size": 16}

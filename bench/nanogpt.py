@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")

@@ -52,6 +52,7 @@ from bench.pair_rows import (  # noqa: E402
 )
 from bench.pair_runs import Run, Worker, cost_of, divided, results_of  # noqa: E402
 from nanote import config  # noqa: E402
+from nanote.command import parse, run_command  # noqa: E402
 
 JSON = ROOT / "results/pairs.json"
 PAGE = ROOT / "guide/pairs.md"
@@ -297,7 +298,7 @@ class Options:
 
 
 def main(argv=None) -> int:
-    options = config.parse(Options, argv, prog="bench/pairs.py", description=__doc__)
+    options = parse(Options, argv, prog="bench/pairs.py", description=__doc__)
     if options.page:
         PAGE.write_text(page())
         return 0
@@ -380,4 +381,4 @@ def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) ->
 
 
 if __name__ == "__main__":
-    sys.exit(config.run_command(main, "bench/pairs.py"))
+    sys.exit(run_command(main, "bench/pairs.py"))

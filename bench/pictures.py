@@ -16,7 +16,7 @@ import statistics
 
 from bench.convergence import interval_of
 from nanote import health
-from nanote.config import run_command
+from nanote.command import run_command
 
 LOSS_TOKENS = 100_007_936  # of the runs in the picture of the loss
 LOSS_ARMS = {  # arm -> label, color

@@ -28,7 +28,7 @@ import torch
 
 import te_reference as ref
 from bench.report import write_report
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 try:
     import transformer_engine.pytorch as te

@@ -29,7 +29,7 @@ import torch
 from bench import step as steps
 from bench.report import Rows
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.fp8_state import FP8State
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from nanote import checkpoint, health, models, own_model, parallel
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 
 MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",

@@ -28,7 +28,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from nanote import engine, models, own_model, recipes
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # Fields of a config; the others keep their defaults

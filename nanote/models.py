@@ -11,7 +11,8 @@ import os
 import torch
 
 from nanote import engine, health, own_model, parallel, recipes
-from nanote.config import PRESETS, TrainConfig, find_refusal, flag, in_a_line
+from nanote.command import in_a_line
+from nanote.config import PRESETS, TrainConfig, find_refusal, flag
 from nanote.own_model import field_names, is_file, load_file, read_fields
 
 MODELS = {  # --model: (module, model class, config class)

@@ -15,7 +15,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag, in_a_line, parse
+from nanote.command import in_a_line, parse
+from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag
 
 TYPES = get_type_hints(TrainConfig)
 KINDS = {field.name: TYPES[field.name] for field in fields(TrainConfig)}  # {option: type}

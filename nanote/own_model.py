@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from nanote import recipes
-from nanote.config import TrainConfig, flag, in_a_line
+from nanote.command import in_a_line
+from nanote.config import TrainConfig, flag
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # the logits are compared in float32, which TE on a 
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 from nanote import checkpoint, models, recipes, trained_model
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokenizers import HfTokenizer, byte_characters
 from nanote.tokens import new_folder

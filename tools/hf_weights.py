@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 from nanote.training_state import parameter_name
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}

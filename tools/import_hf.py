@@ -30,7 +30,8 @@ import torch
 import tyro
 
 from nanote import checkpoint, models, optimizers
-from nanote.config import TrainConfig, in_a_line, parse, run_command
+from nanote.command import in_a_line, parse, run_command
+from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer
 from nanote.tokens import new_folder
 from tools import hf_weights
