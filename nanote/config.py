@@ -127,9 +127,9 @@ class TrainConfig:
         for limit in RANGES:
             for name in limit.options:
                 value = getattr(self, name)
-                if value is not None and not limit.is_kept(value):
+                if value is not None and not limit.contains(value):
                     raise ValueError(f"{flag(name)} {value}: must be {limit.rule}")
-        self.check_together(os.environ.get("NANOTE_ENGINE"))  # None: recipes.make knows the engine
+        self.check_together(os.environ.get("NANOTE_ENGINE"))  # if unset, recipes.make checks again
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
 
@@ -137,8 +137,8 @@ class TrainConfig:
         """Raise ValueError for options that do not go together, or not with this engine."""
         options = vars(self) | {"NANOTE_ENGINE": engine}
         if refusal := find_refusal(options):
-            raise ValueError(f"{refusal.first(options)}: does not go with {refusal.others(options)}: "
-                             f"{refusal.reason}; leave one of them out")
+            first, others = refusal.first_as_typed(options), refusal.others_as_typed(options)
+            raise ValueError(f"{first}: does not go with {others}: {refusal.reason}; leave one of them out")
 
     def check_graphable(self, has_fp8_gpu: bool) -> None:
         """Raise ValueError if --cuda-graph on is impossible here."""
@@ -147,8 +147,10 @@ class TrainConfig:
 
     def uses_cuda_graph(self, has_fp8_gpu: bool) -> bool:
         """Return whether steps are replayed as CUDA graphs."""
-        is_refused = find_refusal(vars(self) | {"cuda_graph": "on"}, "cuda_graph") is not None
-        return has_fp8_gpu and self.cuda_graph != "off" and not is_refused
+        if not has_fp8_gpu or self.cuda_graph == "off":
+            return False
+        with_graph = vars(self) | {"cuda_graph": "on"}  # also if it is "auto"
+        return find_refusal(with_graph, REFUSED_WITH_GRAPH) is None
 
 
 # ---------------------------------------------------------------- numbers out of range
@@ -158,7 +160,7 @@ class Range:
     """A rule that the numbers of some options keep."""
 
     rule: str  # as in "--lr 0: must be above 0"
-    is_kept: Callable[[float], bool]
+    contains: Callable[[float], bool]
     options: list[str]
 
 
@@ -205,12 +207,12 @@ class Refusal:
     def applies(self, options: dict) -> bool:
         return all(setting.applies(options) for setting in self.settings)
 
-    def first(self, options: dict) -> str:
+    def first_as_typed(self, options: dict) -> str:
         """Return the first setting as it is typed: "--parallel fsdp"."""
         name = self.settings[0].option
         return as_typed(name, options[name])
 
-    def others(self, options: dict) -> str:
+    def others_as_typed(self, options: dict) -> str:
         """Return the settings after the first as they are typed: "--compile and --fp8-recipe delayed"."""
         names = [setting.option for setting in self.settings[1:]]
         return " and ".join(as_typed(name, options[name]) for name in names)
@@ -230,15 +232,12 @@ FAST_MODEL = Setting("model", ("fast",))
 ON_TE = Setting("NANOTE_ENGINE", ("te",))
 ON_FAST_KERNELS = Setting("NANOTE_ENGINE", ("fast",))
 ON_REFERENCE = Setting("NANOTE_ENGINE", ("reference",))
-# What a model file lacks has no row here: its config has no such field.
-REFUSED = (
-    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
-    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
-    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
-    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+REFUSED_WITH_GRAPH = (
     Refusal((WITH_GRAPH, COMPILED), "--compile-mode reduce-overhead captures its own graphs"),
     Refusal((WITH_GRAPH, Setting("gradient_checkpointing")), "recomputation reads random states on the host"),
     Refusal((WITH_GRAPH, ATTENTION_DROPOUT), "each replay would repeat the dropout mask"),
+)
+REFUSED_WITH_FAST_MODEL = (
     Refusal((FAST_MODEL, Setting("NANOTE_ENGINE", ("te", "reference"))),
             "model_te_fast runs on fast_kernels only"),
     Refusal((FAST_MODEL, NOT_DELAYED), "model_te_fast has delayed scaling only"),
@@ -248,6 +247,15 @@ REFUSED = (
     Refusal((FAST_MODEL, FP8_HEALTH), "fused modules of model_te_fast cannot be measured"),
     Refusal((FAST_MODEL, Setting("attention", ("sdpa", "te", "flash"))),
             "model_te_fast has one attention kernel"),
+)
+# What a model file lacks has no row here: its config has no such field.
+REFUSED = (
+    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
+    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
+    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
+    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+    *REFUSED_WITH_GRAPH,
+    *REFUSED_WITH_FAST_MODEL,
     Refusal((ON_FAST_KERNELS, NOT_DELAYED), "fast_kernels has delayed scaling only"),
     Refusal((ON_FAST_KERNELS, FLOAT32, DELAYED), "FP8 GEMMs of fast_kernels take BF16 weights"),
     Refusal((ON_REFERENCE, Setting("fp8_recipe", ("nvfp4", "custom"))), "only TE has this recipe"),
@@ -256,11 +264,9 @@ REFUSED = (
 )
 
 
-def find_refusal(options: dict, option: str | None = None) -> Refusal | None:
-    """Return the first row of REFUSED that applies. `option`: only rows whose first setting is of it."""
-    for refusal in REFUSED:
-        if option is not None and refusal.settings[0].option != option:
-            continue
+def find_refusal(options: dict, rows=REFUSED) -> Refusal | None:
+    """Return the first of these rows that applies, if there is one."""
+    for refusal in rows:
         if refusal.applies(options):
             return refusal
     return None

@@ -276,10 +276,10 @@ class Log:
     @contextlib.contextmanager
     def fp8_health(self, step: int, model):
         """Write the FP8 health of the step inside."""
-        with health.watch(model):
+        with health.watch(model) as statistics:
             yield
         if self.is_writer:
-            self._append("fp8_health.jsonl", {"step": step, "health": health.health(model)})
+            self._append("fp8_health.jsonl", {"step": step, "health": statistics})
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
