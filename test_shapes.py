@@ -139,7 +139,8 @@ def main(argv=None):
 def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
     if reason := recipes.unsupported_reason(recipe):
         pytest.skip(reason)
-    refused, failed = refusal(recipe, shape, training=True), failure(recipe, shape, training=True)
+    refused = refusal(recipe, shape, training=True)
+    failed = failure(recipe, shape, training=True)
     _, _, _, vocabulary = shape
     if recipe != "mxfp8" and vocabulary % 32 == 16:  # only the model's own rule refuses it
         assert "vocab_size" in refused

@@ -90,7 +90,8 @@ class NamedStream:
     """A text stream whose OSErrors have its name as their file name."""
 
     def __init__(self, stream, name: str):
-        self.stream, self.name = stream, name
+        self.stream = stream
+        self.name = name
 
     def __getattr__(self, attribute):
         return getattr(self.stream, attribute)

@@ -126,8 +126,10 @@ def _record(seen, handles, name, module, args, output):
     weights = _weights_of_gemms(module)
     prefixes = list(weights)
     first_prefix, last_prefix = prefixes[0], prefixes[-1]  # fc1_ and fc2_ of an MLP, else both ""
-    first_input, last_input = f"{first_prefix}input", f"{last_prefix}input"
-    first_gradient, last_gradient = f"{first_prefix}output_gradient", f"{last_prefix}output_gradient"
+    first_input = f"{first_prefix}input"
+    last_input = f"{last_prefix}input"
+    first_gradient = f"{first_prefix}output_gradient"
+    last_gradient = f"{last_prefix}output_gradient"
     # between the two GEMMs of an MLP no hook sees a tensor, but delayed scaling has its amax
     has_unseen = last_prefix != first_prefix and module.fp8_meta["recipe"].delayed()
     if (name, module) not in seen:  # gradient checkpointing runs this again, after the scales were updated

@@ -49,14 +49,16 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in argv if argument not in ("-h", "--help")]
     from_command_line = read_command_line(arguments)
-    from_file, is_of_run = {}, False
+    from_file = {}
+    is_of_run = False
     if from_command_line.get("config"):
         from_file, is_of_run = read_file(from_command_line["config"])
     overrides = merge(from_file, from_command_line)
     if restarted:
         has_checkpoint = any(Path(restarted).glob("step-*"))
         overrides |= {"out_dir": restarted, "resume": has_checkpoint}
-    from_checkpoint, folder = {}, None
+    from_checkpoint = {}
+    folder = None
     if overrides.get("resume") or overrides.get("eval_only"):
         if from_command_line.get("init_from") and not restarted:
             raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")

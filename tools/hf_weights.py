@@ -158,7 +158,8 @@ def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
 
 
 def _gpt2_specs(config):
-    C, inner = config.n_embd, config.n_inner
+    C = config.n_embd
+    inner = config.n_inner
     modules = [  # ours, theirs, rows, columns of a weight that is a matrix
         ("attn.qkv.layer_norm_", "ln_1.", C, None),
         ("attn.qkv.", "attn.c_attn.", 3 * C, C),
@@ -169,8 +170,7 @@ def _gpt2_specs(config):
     yield WeightSpec("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
     for i in range(config.n_layer):
         for ours, theirs, rows, columns in modules:
-            ours_in_block, theirs_in_block = f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}"
-            yield from _gpt2_weight_and_bias(ours_in_block, theirs_in_block, rows, columns)
+            yield from _gpt2_weight_and_bias(f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}", rows, columns)
     yield from _gpt2_weight_and_bias("lm_head.layer_norm_", "transformer.ln_f.", C, None)
 
 
@@ -180,7 +180,8 @@ def _gpt2_weight_and_bias(ours, theirs, rows, columns):
 
 
 def _llama_specs(config):
-    C, inner = config.n_embd, config.n_inner
+    C = config.n_embd
+    inner = config.n_inner
     width = config.n_head * config.head_dim
     kv_width = config.n_kv_head * config.head_dim
     linears = {  # ours -> their names and rows, columns
@@ -191,7 +192,8 @@ def _llama_specs(config):
         "mlp.fc2_": ([("mlp.down_proj.", C)], inner),
     }
     for i in range(config.n_layer):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        ours = f"blocks.{i}."
+        theirs = f"model.layers.{i}."
         yield WeightSpec(f"{ours}attn.qkv.layer_norm_weight", [(f"{theirs}input_layernorm.weight", C)])
         yield WeightSpec(f"{ours}mlp.layer_norm_weight", [(f"{theirs}post_attention_layernorm.weight", C)])
         for name, (parts, columns) in linears.items():

@@ -54,7 +54,8 @@ class ImportConfig:
 
 def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     """Create the run folder `run` with a checkpoint of step 0, and return the path of the checkpoint."""
-    folder, run = Path(folder), Path(run)
+    folder = Path(folder)
+    run = Path(run)
     if os.path.lexists(run):
         raise ValueError(f"{run}: exists; name another folder for the run")
     if checkpoint.step_of(run) is not None:
@@ -181,7 +182,8 @@ def main(argv=None) -> None:
     config = parse(ImportConfig, argv, "tools/import_hf.py", __doc__)
     folder = import_folder(config.folder, config.run, config.tokenizer)
     name = checkpoint.read_meta(folder)["tokenizer"].rsplit("@", 1)[0]  # hf:DIR of hf:DIR@CHECKSUM
-    run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
+    run = shlex.quote(str(config.run))
+    tokenizer = shlex.quote(name)
     print(f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
           f"  python sample.py {run} --temperature 0")
     if name.startswith("hf:") and has_chat_template(config.folder):
