@@ -170,7 +170,9 @@ def _gpt2_specs(config):
     yield WeightSpec("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
     for i in range(config.n_layer):
         for ours, theirs, rows, columns in modules:
-            yield from _gpt2_weight_and_bias(f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}", rows, columns)
+            our_prefix = f"blocks.{i}.{ours}"
+            their_prefix = f"transformer.h.{i}.{theirs}"
+            yield from _gpt2_weight_and_bias(our_prefix, their_prefix, rows, columns)
     yield from _gpt2_weight_and_bias("lm_head.layer_norm_", "transformer.ln_f.", C, None)
 
 
