@@ -18,10 +18,8 @@ mean:
 For attention inside a model: python benchmark_te.py --shapes 124m-b32 --arms fp8 fp8-sdpa fp8-te_attention
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import sys
 import time
@@ -36,7 +34,7 @@ from bench import attention
 from bench.attention import HAS_GPU, Shape, row_of
 from bench.report import check_output, write_report
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 PACKAGES = ("transformer_engine", "transformer-engine", "flash_attn", "flash-attn", "flash_attn_4",
             "flash-attn-4", "triton")  # whose versions are reported

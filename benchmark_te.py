@@ -27,10 +27,8 @@ comes from these. Times are medians between CUDA events. Before anything is time
 norm and progress are checked against the first arm's.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import sys
 from dataclasses import dataclass
@@ -43,7 +41,8 @@ from bench.report import check_output
 from bench.speed import run_compile, run_formats, run_shapes, run_stack, run_sweep
 from bench.step import SHAPES, arm_config
 from nanote import recipes
-from nanote.config import PRESETS, TrainConfig, parse, run_command
+from nanote.command import parse, run_command
+from nanote.config import PRESETS, TrainConfig
 from nanote.models import pick_device
 
 MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "sweep": run_sweep,

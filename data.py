@@ -7,11 +7,10 @@
     python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
 import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
-
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tyro.conf import Positional
 
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 
 
 @dataclass(kw_only=True)
@@ -31,16 +30,34 @@ class Options:
     num_workers: int | None = None  # Threads that tokenize; None: one per core.
     force: bool = False  # Overwrite the folder if it exists.
 
+    def corpus_name(self):
+        return type(self).__name__.lower()
+
+    def documents(self, left_out):
+        """Yield the documents, as nanote/corpus.py describes them."""
+        raise NotImplementedError
+
 
 @dataclass(kw_only=True)
 class Stdlib(Options):
     """The Python standard library's own sources; no download."""
     val_fraction: float = 0.05  # Fraction of the documents kept for validation.
 
+    def documents(self, left_out):
+        from nanote.corpus import stdlib_files  # not above: --help is quick
+        for path in stdlib_files("test", "tests", "idle_test"):
+            if path.suffix == ".py":
+                yield path.read_bytes().decode("utf-8", errors="replace")
+
 
 @dataclass(kw_only=True)
-class Packages(Stdlib):
+class Packages(Options):
     """Sources and documentation of the installed packages, without duplicates; no download."""
+    val_fraction: float = 0.05  # Fraction of the documents kept for validation.
+
+    def documents(self, left_out):
+        from tools.packages import package_documents
+        return package_documents(left_out)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +65,16 @@ class Text(Options):
     """Files: text, a document each; .json, .jsonl, .csv or Parquet, a document per row; folders of these."""
     files: Positional[list[str]]  # Also .gz or .zst; folders.
     column: str = "text"  # Field of a row that holds the text.
+
+    def corpus_name(self):
+        if len(self.files) == 1:
+            return Path(self.files[0]).resolve().name.split(".")[0]
+        return super().corpus_name()
+
+    def documents(self, left_out):
+        from nanote.corpus import text_documents
+        columns = [self.column] if isinstance(self.column, str) else self.column
+        return text_documents(self.files, columns, left_out)
 
 
 @dataclass(kw_only=True)
@@ -59,6 +86,14 @@ class Hf(Options):
     column: str = "text"  # Field that holds the text.
     streaming: bool = False  # Read while downloading, without a copy on disk.
     data_files: list[str] | None = None  # Files of the dataset, or your own.
+
+    def corpus_name(self):
+        return Path(self.name).resolve().name
+
+    def documents(self, left_out):
+        from nanote.corpus import dataset_documents
+        return dataset_documents(self.name, [self.column], left_out, self.data_files, self.split,
+                                 name=self.subset, streaming=self.streaming)
 
 
 @dataclass(kw_only=True)
@@ -93,31 +128,15 @@ def main(argv=None):
 
 def tokenize(options, source):
     """Write the token files of a corpus. Return their folder and meta.json."""
-    from nanote import corpus, tokens  # not above: --help is quick
-    left_out = Counter()
-    name = type(options).__name__.lower()
-    if isinstance(options, Packages):
-        from tools.packages import package_documents
-        documents = package_documents(left_out)
-    elif isinstance(options, Stdlib):
-        files = [path for path in corpus.stdlib_files("test", "tests", "idle_test") if path.suffix == ".py"]
-        documents = (path.read_bytes().decode("utf-8", errors="replace") for path in files)
-    elif isinstance(options, Hf):
-        name = Path(options.name).resolve().name
-        documents = corpus.dataset_documents(
-            options.name, [options.column], left_out, options.data_files, options.split,
-            name=options.subset, streaming=options.streaming)
-    else:
-        columns = options.column if isinstance(options, Sft) else [options.column]
-        documents = corpus.text_documents(options.files, columns, left_out)
-        if len(options.files) == 1:
-            name = Path(options.files[0]).resolve().name.split(".")[0]
+    from nanote import tokens
+    name = options.corpus_name()
     if options.tokenizer != "byte":
         tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
         name = f"{name}-{tokenizer}"
     out_dir = options.out_dir or f"data/{name}"
+    left_out = Counter()
     meta = tokens.write_tokens(
-        documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
+        options.documents(left_out), out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
         force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
         answers_only=isinstance(options, Sft))
     return out_dir, meta

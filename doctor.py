@@ -13,10 +13,8 @@ is off, and names it.
 Only --model needs more than the standard library. A broken CUDA library kills the process instead of raising
 an exception, so the checks that import torch run in processes of their own.
 """
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import argparse
 import contextlib
@@ -37,7 +35,8 @@ PIP = [sys.executable, "-m", "pip"]
 TORCH = importlib.util.find_spec("torch")  # finds it without an import
 NVIDIA = Path(TORCH.origin).parent.parent / "nvidia" if TORCH else Path("nvidia")  # PyTorch's CUDA libraries
 TE_PACKAGES = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
-FLASH, FLASH_CAPABILITY = "flash-attn-4", (9, 0)  # Hopper and later
+FLASH = "flash-attn-4"
+FLASH_CAPABILITY = (9, 0)  # Hopper and later
 
 INSTALL = "python doctor.py --install"
 REQUIREMENTS = "pip install -r requirements.txt"
@@ -60,7 +59,8 @@ def read_answers():
 
 def explain(text):
     """Return [(cause, fix, the line of `text` that shows it)], the likeliest cause first."""
-    lines, found = text.splitlines(), []
+    lines = text.splitlines()
+    found = []
     for pattern, cause, fix in read_answers():
         matches = [line for line in lines if re.search(pattern, line)]
         if matches:
@@ -92,7 +92,7 @@ def installed(*packages):
     return found
 
 
-def numbers(text):
+def parse_version(text):
     """Parse a version: "2.11.0+cu130" -> (2, 11, 0)."""
     release = re.match(r"[\d.]*", text)[0]
     return tuple(int(number) for number in re.findall(r"\d+", release))
@@ -120,7 +120,7 @@ def check_python():
     missing = []
     for package, least in requirements:
         found = installed(package)
-        if package not in found or numbers(found[package]) < numbers(least):
+        if package not in found or parse_version(found[package]) < parse_version(least):
             missing.append(f"{package} {least}".strip())
     if missing:
         yield "fail", f"packages missing or too old: {', '.join(missing)}", REQUIREMENTS
@@ -129,7 +129,7 @@ def check_python():
 def check_driver():
     gpus, error = query_gpus("driver_version,name")
     if error and "No devices were found" not in error:
-        yield failure("NVIDIA driver", error, "reinstall NVIDIA's driver and reboot")
+        yield failed_result("NVIDIA driver", error, "reinstall NVIDIA's driver and reboot")
     elif gpus:
         driver, name = gpus[0].split(", ", 1)
         yield "ok", f"NVIDIA driver {driver}; {len(gpus)} x {name}", ""
@@ -206,10 +206,10 @@ def check_te(cuda, capability):
     if len(set(packages.values())) > 1 or cores not in ([], [cuda.partition(".")[0]]):
         sys.exit(f"Transformer Engine is not of one version for PyTorch's CUDA {cuda}: {packages}")
     import transformer_engine.pytorch
-    number = transformer_engine.__version__
-    if numbers(number) < numbers(re.search(r">=([\d.]+)", needed)[1]):
-        sys.exit(f"Transformer Engine {number} is too old, {needed} is needed")
-    yield "ok", f"Transformer Engine {number}", ""
+    te_version = transformer_engine.__version__
+    if parse_version(te_version) < parse_version(re.search(r">=([\d.]+)", needed)[1]):
+        sys.exit(f"Transformer Engine {te_version} is too old, {needed} is needed")
+    yield "ok", f"Transformer Engine {te_version}", ""
     folders = sorted(set(re.findall(r"(/\S*)/libcudnn", Path("/proc/self/maps").read_text())))
     if len(folders) > 1:
         yield "warn", f"two versions of cuDNN are loaded, from {' and '.join(folders)}", LIBRARIES_FIRST
@@ -240,7 +240,7 @@ def check_gemm(recipes, name):
     return "fail", line, f"{INSTALL}; until then --fp8-recipe none"
 
 
-def failure(what, error, fix):
+def failed_result(what, error, fix):
     """Return a result with the fix for the error message, or with `fix` if the message is unknown."""
     known = explain(error)
     if known:
@@ -250,7 +250,7 @@ def failure(what, error, fix):
     return "fail", f"{what}: {lines[-1][:300]}", fix
 
 
-def run_apart(what, check, fix):
+def in_own_process(what, check, fix):
     """Run a check in a process of its own and yield its results, the last of which tells of a crash."""
     code = (f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import doctor\n"
             f"for result in doctor.{check.__name__}(): print('result:' + json.dumps(result), flush=True)")
@@ -259,31 +259,31 @@ def run_apart(what, check, fix):
         if line.startswith("result:"):
             yield json.loads(line.removeprefix("result:"))
     if done.returncode < 0:
-        yield failure(what, f"{done.stderr}\nkilled by signal {-done.returncode}", fix)
+        yield failed_result(what, f"{done.stderr}\nkilled by signal {-done.returncode}", fix)
     elif done.returncode:
-        yield failure(what, done.stderr, fix)
+        yield failed_result(what, done.stderr, fix)
 
 
 def print_results(results):
     """Print each result as it comes. Return whether one failed."""
-    failed = False
+    has_failed = False
     for status, line, fix in results:
         print(f"{status:<6}{line}", flush=True)
         if fix:
             print(f"      fix: {fix}", flush=True)
         if status == "fail":
-            failed = True
-    return failed
+            has_failed = True
+    return has_failed
 
 
 def examine():
     """Run all checks, print their results and the verdict. Return 1 if one failed, else 0."""
-    results = [*check_python(), *check_driver(), *run_apart("PyTorch", check_torch, REQUIREMENTS)]
+    results = [*check_python(), *check_driver(), *in_own_process("PyTorch", check_torch, REQUIREMENTS)]
     if results[-1][0] != "fail":
-        results += run_apart("FP8", check_fp8, INSTALL)
-    failed = print_results(results)
-    print("begin with the first fix" if failed else "nanoTE can train here: python train.py")
-    return int(failed)
+        results += in_own_process("FP8", check_fp8, INSTALL)
+    has_failed = print_results(results)
+    print("begin with the first fix" if has_failed else "nanoTE can train here: python train.py")
+    return int(has_failed)
 
 
 def check_edited_model(name):
@@ -296,9 +296,9 @@ def check_edited_model(name):
     except ImportError as error:
         print(f"doctor.py: --model: {error}; {REQUIREMENTS}", file=sys.stderr)
         return 2
-    failed = print_results(check_model(name))
-    print("begin with the first fail" if failed else f"{name} computes in FP8 what it computes without")
-    return int(failed)
+    has_failed = print_results(check_model(name))
+    print("begin with the first fail" if has_failed else f"{name} computes in FP8 what it computes without")
+    return int(has_failed)
 
 
 # ---------------------------------------------------------------- install
@@ -337,7 +337,7 @@ def install(dry_run):
         if run(command, settings, dry_run) != 0:
             return 1
     capabilities, _ = query_gpus("compute_cap")
-    if capabilities and numbers(capabilities[0]) >= FLASH_CAPABILITY:
+    if capabilities and parse_version(capabilities[0]) >= FLASH_CAPABILITY:
         if run(flash_command(cuda), {}, dry_run) != 0:
             print("warn  FlashAttention 4 was not installed: --attention auto uses another kernel")
     if not dry_run:
@@ -406,7 +406,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        from nanote.config import run_command
+        from nanote.command import run_command
     except ImportError:  # tyro is not installed
         sys.exit(main())
     sys.exit(run_command(main, "doctor.py"))

@@ -6,10 +6,8 @@
 
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
 """
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import codecs
 import math
@@ -21,7 +19,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, chunked_loss, models, trained_model
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
 from nanote.tokens import document_starts
@@ -99,7 +97,7 @@ def score(model, tokenizer, path, pack_documents=False):
     limit = model.config.n_positions
     device = next(model.parameters()).device
     total = 0.0
-    if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time
+    if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time, from now on
         chunked_loss.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
     for start in range(0, len(tokens) - 1, limit):
         ids = torch.tensor([tokens[start:start + limit + 1]], device=device)

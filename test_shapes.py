@@ -9,10 +9,8 @@ pass. The configuration is stricter than TE in one place, on purpose: a vocabula
 where TE trains with any multiple of 16. It is one rule for every recipe, and padding costs little.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import itertools
 import os
@@ -31,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench.report import check_output, write_report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
-from nanote.config import TrainConfig, parse, run_command
+from nanote.command import parse, run_command
+from nanote.config import TrainConfig
 from nanote.recipes import te
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine
@@ -140,7 +139,8 @@ def main(argv=None):
 def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
     if reason := recipes.unsupported_reason(recipe):
         pytest.skip(reason)
-    refused, failed = refusal(recipe, shape, training=True), failure(recipe, shape, training=True)
+    refused = refusal(recipe, shape, training=True)
+    failed = failure(recipe, shape, training=True)
     _, _, _, vocabulary = shape
     if recipe != "mxfp8" and vocabulary % 32 == 16:  # only the model's own rule refuses it
         assert "vocab_size" in refused

@@ -21,10 +21,8 @@ disturbance. The disturbances:
 History 1 is the algorithm `most_recent`, too.
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import multiprocessing
 import os
@@ -47,7 +45,7 @@ from bench import stability
 from bench.report import check_output, write_report
 from bench.stability import Run, Setting, recovered_after, run_row, settings_of
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine
 

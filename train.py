@@ -13,10 +13,8 @@ Decisions worth knowing:
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import os
 import random
@@ -29,7 +27,8 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
-from nanote.config import TrainConfig, in_a_line, run_command
+from nanote.command import in_a_line, run_command
+from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State

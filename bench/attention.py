@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
 from nanote import recipes
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 from nanote.engine import DelayedScaling, te
 
 HAS_GPU = torch.cuda.is_available()

@@ -14,25 +14,24 @@ FlashAttention 4 was installed, which fast_kernels then uses.
              recommends: all linear layers but the last
 - nanochat   bf16 converted by nanochat's fp8.py, as its training script does: all linear layers
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
 import functools
 import importlib.util
 import os
-import sys
 import tempfile
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench import step
 from bench.edits import edited_file
 from bench.measure import Agreement, attempt
@@ -40,7 +39,7 @@ from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))

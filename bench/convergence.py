@@ -24,10 +24,13 @@ token files, or with another --more, are refused. From the last records follows 
 - loss_matched_speedup_over_nanogpt, loss_matched_interval_over_nanogpt: the same for the arm nanogpt
 """
 
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import json
 import math
@@ -37,17 +40,13 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench.report import check_output, command_line, cpu_name, markdown, write_report
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokens import open_tokens
 

@@ -8,27 +8,26 @@ The edited model is a copy of the model file with the diff applied. Its step and
 turns, on the same random tokens; `ratio` is the speed of the edit over the unedited model, the median over
 their steps, with its 95 % interval.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench import step
 from bench.measure import attempt, measure
 from bench.report import Rows
 from nanote import recipes
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 CLASSES = {"fast": "FastGPT2Model", "optimized": "OptimizedGPT2Model"}

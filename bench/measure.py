@@ -18,7 +18,7 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import make_plain
 from bench.step import Training, arm_config, free, make_batches
 from nanote import recipes
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 from nanote.logs import flops_per_token, peak_flops
 from nanote.models import make_model_config
 

@@ -12,30 +12,30 @@
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
 steps, with its 95 % interval. Without --nanogpt the last two are left out.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import runpy
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench import measure, nanogpt
 from bench.report import Rows
 from fast_kernels.adam import FastAdam
 from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig, parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
+from nanote.config import TrainConfig
 from nanote.engine import te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device

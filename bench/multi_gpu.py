@@ -13,27 +13,26 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
 gradient norm that this GPU has alone.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
 import itertools
 import os
 import statistics
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, nanogpt, report, step
 from nanote import parallel
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 
 SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", "llama3-8b")}
 SHAPES["124m-b16"] = SHAPES["124m-b32"] | {"micro_batch_size": 16}

@@ -15,30 +15,29 @@ median of nanoGPT's steps over the median of theirs.
         --dtype float32 --compile
 """
 
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import hashlib
 import importlib.util
 import itertools
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
-from nanote.config import parse, require_at_least, run_command
+from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")

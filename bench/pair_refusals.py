@@ -13,6 +13,7 @@ import shutil
 from dataclasses import dataclass
 
 from nanote import config
+from nanote.command import in_a_line, run_command
 
 TINY = "--n-head 2 --n-embd 64 --seq-len 32 --eval-tokens 64 --device cpu"
 ONE_STEP = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"  # if it trains after all
@@ -132,9 +133,9 @@ def run_train(arguments: list[str]) -> tuple:
     stdout, stderr = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            code = config.run_command(lambda: train.run(arguments), "train.py")
+            code = run_command(lambda: train.run(arguments), "train.py")
     except (Exception, SystemExit) as error:
-        return type(error).__name__, config.in_a_line(error)
+        return type(error).__name__, in_a_line(error)
     return code, stderr.buffer.getvalue().decode().strip()
 
 

@@ -99,7 +99,7 @@ def append(path: str, record: dict) -> None:
 def work(job: dict, results: str) -> int:
     """Make the runs of a job. Rank 0 appends a line for each to the file `results`."""
     from nanote import parallel
-    from nanote.config import in_a_line
+    from nanote.command import in_a_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(job["folder"])

@@ -20,23 +20,22 @@ array: every two values of two options stand together in some row, but for those
 bench/pair_rows.py makes the rows, bench/pair_runs.py trains them, bench/pair_refusals.py has the refused
 pairs.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import hashlib
 import itertools
 import json
 import shutil
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from bench import pair_refusals  # noqa: E402
 from bench.pair_rows import (  # noqa: E402
     OPTIONS,
@@ -53,6 +52,7 @@ from bench.pair_rows import (  # noqa: E402
 )
 from bench.pair_runs import Run, Worker, cost_of, divided, results_of  # noqa: E402
 from nanote import config  # noqa: E402
+from nanote.command import parse, run_command  # noqa: E402
 
 JSON = ROOT / "results/pairs.json"
 PAGE = ROOT / "guide/pairs.md"
@@ -298,7 +298,7 @@ class Options:
 
 
 def main(argv=None) -> int:
-    options = config.parse(Options, argv, prog="bench/pairs.py", description=__doc__)
+    options = parse(Options, argv, prog="bench/pairs.py", description=__doc__)
     if options.page:
         PAGE.write_text(page())
         return 0
@@ -381,4 +381,4 @@ def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) ->
 
 
 if __name__ == "__main__":
-    sys.exit(config.run_command(main, "bench/pairs.py"))
+    sys.exit(run_command(main, "bench/pairs.py"))

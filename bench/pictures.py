@@ -3,21 +3,20 @@
     python bench/pictures.py
 """
 
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
-
-import json
-import statistics
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
+import json
+import statistics
+
 from bench.convergence import interval_of
 from nanote import health
-from nanote.config import run_command
+from nanote.command import run_command
 
 LOSS_TOKENS = 100_007_936  # of the runs in the picture of the loss
 LOSS_ARMS = {  # arm -> label, color

@@ -10,27 +10,25 @@ The exit code is 1 if anything is out of bounds. There are four kinds of random 
 - module: outputs and gradients must be within the rounding that `bounds` derives.
 """
 
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import json
 import math
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import te_reference as ref
 from bench.report import write_report
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 
 try:
     import transformer_engine.pytorch as te

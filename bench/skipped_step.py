@@ -10,27 +10,26 @@
 
 Bounds: a share of 0.001, and 0.5 ms.
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import statistics
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import step as steps
 from bench.report import Rows
 from nanote import recipes
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.fp8_state import FP8State
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device

@@ -20,7 +20,8 @@ from bench.step import forget_models
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
-from nanote.config import TrainConfig, require_at_least
+from nanote.command import require_at_least
+from nanote.config import TrainConfig
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -1,13 +1,8 @@
-"""Options: TrainConfig, presets, the rules that they keep; the command line of every script, and its errors.
+"""Options: TrainConfig, presets, and the rules that they keep.
 
 options.py fills a TrainConfig from the command line, a file, a checkpoint and a preset.
 """
-import contextlib
 import os
-import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -132,9 +127,9 @@ class TrainConfig:
         for limit in RANGES:
             for name in limit.options:
                 value = getattr(self, name)
-                if value is not None and not limit.is_kept(value):
+                if value is not None and not limit.contains(value):
                     raise ValueError(f"{flag(name)} {value}: must be {limit.rule}")
-        self.check_together(os.environ.get("NANOTE_ENGINE"))  # None: recipes.make knows the engine
+        self.check_together(os.environ.get("NANOTE_ENGINE"))  # if unset, recipes.make checks again
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
 
@@ -142,8 +137,8 @@ class TrainConfig:
         """Raise ValueError for options that do not go together, or not with this engine."""
         options = vars(self) | {"NANOTE_ENGINE": engine}
         if refusal := find_refusal(options):
-            raise ValueError(f"{refusal.first(options)}: does not go with {refusal.others(options)}: "
-                             f"{refusal.reason}; leave one of them out")
+            first, others = refusal.first_as_typed(options), refusal.others_as_typed(options)
+            raise ValueError(f"{first}: does not go with {others}: {refusal.reason}; leave one of them out")
 
     def check_graphable(self, has_fp8_gpu: bool) -> None:
         """Raise ValueError if --cuda-graph on is impossible here."""
@@ -152,18 +147,20 @@ class TrainConfig:
 
     def uses_cuda_graph(self, has_fp8_gpu: bool) -> bool:
         """Return whether steps are replayed as CUDA graphs."""
-        is_refused = find_refusal(vars(self) | {"cuda_graph": "on"}, "cuda_graph") is not None
-        return has_fp8_gpu and self.cuda_graph != "off" and not is_refused
+        if not has_fp8_gpu or self.cuda_graph == "off":
+            return False
+        with_graph = vars(self) | {"cuda_graph": "on"}  # also if it is "auto"
+        return find_refusal(with_graph, REFUSED_WITH_GRAPH) is None
 
 
-
+# ---------------------------------------------------------------- numbers out of range
 
 @dataclass(frozen=True)
 class Range:
     """A rule that the numbers of some options keep."""
 
     rule: str  # as in "--lr 0: must be above 0"
-    is_kept: Callable[[float], bool]
+    contains: Callable[[float], bool]
     options: list[str]
 
 
@@ -182,6 +179,8 @@ RANGES = (
     Range("at least 0 and below 1", lambda value: 0 <= value < 1, ["dropout", "attn_dropout"]),
 )
 
+
+# ---------------------------------------------------------------- options that exclude each other
 
 @dataclass(frozen=True)
 class Setting:
@@ -208,12 +207,12 @@ class Refusal:
     def applies(self, options: dict) -> bool:
         return all(setting.applies(options) for setting in self.settings)
 
-    def first(self, options: dict) -> str:
+    def first_as_typed(self, options: dict) -> str:
         """Return the first setting as it is typed: "--parallel fsdp"."""
         name = self.settings[0].option
         return as_typed(name, options[name])
 
-    def others(self, options: dict) -> str:
+    def others_as_typed(self, options: dict) -> str:
         """Return the settings after the first as they are typed: "--compile and --fp8-recipe delayed"."""
         names = [setting.option for setting in self.settings[1:]]
         return " and ".join(as_typed(name, options[name]) for name in names)
@@ -233,15 +232,12 @@ FAST_MODEL = Setting("model", ("fast",))
 ON_TE = Setting("NANOTE_ENGINE", ("te",))
 ON_FAST_KERNELS = Setting("NANOTE_ENGINE", ("fast",))
 ON_REFERENCE = Setting("NANOTE_ENGINE", ("reference",))
-# What a model file lacks has no row here: its config has no such field.
-REFUSED = (
-    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
-    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
-    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
-    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+REFUSED_WITH_GRAPH = (
     Refusal((WITH_GRAPH, COMPILED), "--compile-mode reduce-overhead captures its own graphs"),
     Refusal((WITH_GRAPH, Setting("gradient_checkpointing")), "recomputation reads random states on the host"),
     Refusal((WITH_GRAPH, ATTENTION_DROPOUT), "each replay would repeat the dropout mask"),
+)
+REFUSED_WITH_FAST_MODEL = (
     Refusal((FAST_MODEL, Setting("NANOTE_ENGINE", ("te", "reference"))),
             "model_te_fast runs on fast_kernels only"),
     Refusal((FAST_MODEL, NOT_DELAYED), "model_te_fast has delayed scaling only"),
@@ -251,6 +247,15 @@ REFUSED = (
     Refusal((FAST_MODEL, FP8_HEALTH), "fused modules of model_te_fast cannot be measured"),
     Refusal((FAST_MODEL, Setting("attention", ("sdpa", "te", "flash"))),
             "model_te_fast has one attention kernel"),
+)
+# What a model file lacks has no row here: its config has no such field.
+REFUSED = (
+    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
+    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
+    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
+    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+    *REFUSED_WITH_GRAPH,
+    *REFUSED_WITH_FAST_MODEL,
     Refusal((ON_FAST_KERNELS, NOT_DELAYED), "fast_kernels has delayed scaling only"),
     Refusal((ON_FAST_KERNELS, FLOAT32, DELAYED), "FP8 GEMMs of fast_kernels take BF16 weights"),
     Refusal((ON_REFERENCE, Setting("fp8_recipe", ("nvfp4", "custom"))), "only TE has this recipe"),
@@ -259,17 +264,15 @@ REFUSED = (
 )
 
 
-def find_refusal(options: dict, option: str | None = None) -> Refusal | None:
-    """Return the first row of REFUSED that applies. `option`: only rows whose first setting is of it."""
-    for refusal in REFUSED:
-        if option is not None and refusal.settings[0].option != option:
-            continue
+def find_refusal(options: dict, rows=REFUSED) -> Refusal | None:
+    """Return the first of these rows that applies, if there is one."""
+    for refusal in rows:
         if refusal.applies(options):
             return refusal
     return None
 
 
-
+# ---------------------------------------------------------------- options without effect
 
 @dataclass(frozen=True)
 class Ineffective:
@@ -304,6 +307,8 @@ WITHOUT_EFFECT = (
 )
 
 
+# ---------------------------------------------------------------- options as they are typed
+
 def flag(name: str) -> str:
     """Return the flag of an option: "--grad-accum" of "grad_accum"."""
     return f"--{name.replace('_', '-')}"
@@ -318,113 +323,3 @@ def as_typed(name: str, value) -> str:
     if value is False:
         return flag(f"no_{name}")
     return f"{flag(name)} {value}"
-
-
-# ---------------------------------------------------------------- the command line of every script
-
-def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP):
-    """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
-    with _terminal_of(40):  # columns; in one of 5 tyro does not finish --help
-        return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default)
-
-
-@contextlib.contextmanager
-def _terminal_of(columns: int):
-    """Let shutil.get_terminal_size, which tyro asks, return at least this many columns."""
-    before = os.environ.get("COLUMNS")
-    width = shutil.get_terminal_size().columns
-    os.environ["COLUMNS"] = str(max(columns, width))
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
-
-
-def require_at_least(least: int, options, *names: str) -> None:
-    """Raise ValueError for an option, or one of its values, that is below `least`; None is no value."""
-    for name in names:
-        value = getattr(options, name)
-        numbers = value if isinstance(value, tuple | list) else [value]
-        for number in numbers:
-            if number is not None and number < least:
-                raise ValueError(f"{flag(name)} {number}: must be at least {least}")
-
-
-def run_command(main, prog: str) -> int:
-    """Call `main()`; return its result or 0; 2 and one line for ValueError and OSError, 130 after Ctrl-C."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    code, message = _call(main)
-    try:
-        sys.stdout.flush()
-    except OSError as error:  # nobody reads it, or the disk is full
-        if code == 0 and not isinstance(error, BrokenPipeError):
-            message = f"stdout: {in_a_line(error)}"
-        code = code or 1
-        silence(sys.stdout)
-    try:
-        if message:
-            sys.stderr.write(f"{prog}: {message}\n")
-        sys.stderr.flush()
-    except OSError:
-        code = code or 1
-        silence(sys.stderr)
-    return code
-
-
-def _call(main) -> tuple[int, str]:
-    """Call `main()`; return the exit code, and the line about its failure, or ""."""
-    try:
-        with contextlib.redirect_stdout(NamedStream(sys.stdout, "stdout")):
-            return main() or 0, ""
-    except BrokenPipeError:  # nobody reads stdout, as in `| head`
-        return 141, ""
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
-        return 2, in_a_line(error)
-    except KeyboardInterrupt as stop:
-        return 130, str(stop) or "interrupted"
-
-
-def silence(stream) -> None:
-    """Send what a stream still holds to nowhere, so that it does not fail again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class NamedStream:
-    """A text stream whose OSErrors have its name as their file name."""
-
-    def __init__(self, stream, name: str):
-        self.stream, self.name = stream, name
-
-    def __getattr__(self, attribute):
-        return getattr(self.stream, attribute)
-
-    def write(self, text: str) -> int:
-        with self._naming():
-            return self.stream.write(text)
-
-    def flush(self) -> None:
-        with self._naming():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def _naming(self):
-        try:
-            yield
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
-def in_a_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow
 
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}

@@ -1,8 +1,8 @@
 """Statistics of FP8 quantization: how much of the format's range a tensor uses, what saturates or underflows.
 
-    with watch(model):  # records the first forward and backward pass inside
+    with watch(model) as health:  # records the first forward and backward pass inside
         model(input_ids, labels).backward()
-    health(model)["blocks.0.attn.qkv"]["input"]
+    health["blocks.0.attn.qkv"]["input"]
     # {"amax": 4.51, "scale": 74.7, "saturated": 0.0, "flushed": 0.0004}
 
 `scale` is the factor before the cast. If amax * scale is above the format's maximum, the largest values
@@ -28,27 +28,25 @@ CHUNK = 2**24  # values processed at a time: float32 copies of the logits' gradi
 
 @contextmanager
 def watch(model):
-    """Record statistics of every module that runs in FP8; `health(model)` returns them afterwards."""
+    """Record statistics of every module that runs in FP8.
+
+    Yields {module: {tensor: {"amax", "scale", "saturated", "flushed"}}}, which is filled at the end.
+    """
+    health = {}
     handles = []  # of hooks
     seen = {}  # {(name, module): {tensor: statistics}}
     for name, module in model.named_modules():
-        if hasattr(module, "fp8_meta") and _gemms(module):
+        if hasattr(module, "fp8_meta") and _weights_of_gemms(module):
             handles.append(module.register_forward_hook(partial(_record, seen, handles, name)))
     try:
-        yield
+        yield health
     finally:
         for handle in handles:
             handle.remove()
-    model.fp8_health = {}
     for (name, module), tensors in seen.items():
         if "fc1_output_gradient" in tensors:  # its amax is known only after the backward pass
             tensors["fc1_output_gradient"]["amax"] = _delayed(module, "fc1_output_gradient")["amax"]
-        model.fp8_health[name] = {tensor: as_numbers(statistics) for tensor, statistics in tensors.items()}
-
-
-def health(model) -> dict:
-    """Return {module: {tensor: {"amax", "scale", "saturated", "flushed"}}} of the last `watch`."""
-    return getattr(model, "fp8_health", {})
+        health[name] = {tensor: as_numbers(statistics) for tensor, statistics in tensors.items()}
 
 
 def as_numbers(statistics: dict) -> dict:
@@ -56,7 +54,12 @@ def as_numbers(statistics: dict) -> dict:
     return {name: None if value is None else float(value) for name, value in statistics.items()}
 
 
-def _gemms(module) -> dict:
+def runs_in_fp8(module) -> bool:
+    """Return whether the last forward pass of a module was in FP8."""
+    return bool(getattr(module, "fp8_meta", {}).get("fp8_checkpoint"))
+
+
+def _weights_of_gemms(module) -> dict:
     """Return {prefix: weights} of each GEMM: prefixes fc1_ and fc2_ for an MLP, "" otherwise."""
     weights = {}
     for name, parameter in module.named_parameters(recurse=False):
@@ -72,15 +75,16 @@ def _gemms(module) -> dict:
 def count_gemms(model, has_run: bool) -> tuple[int, int]:
     """Return how many of a model's GEMMs with a weight run in FP8, and how many it has. has_run: in the last
     forward pass; else by the config, which must be that of one of the kit's files."""
-    in_fp8 = total = 0
+    in_fp8 = 0
+    total = 0
     for name, module in model.named_modules():
         if not any(parameter.dim() == 2 for parameter in module.parameters(recurse=False)):
             continue  # a norm
         if hasattr(module, "fp8_meta"):
-            count = len(_gemms(module))
+            count = len(_weights_of_gemms(module))
             total += count
-            runs_in_fp8 = module.fp8_meta["fp8_checkpoint"] if has_run else _is_fp8_chosen(model, name)
-            if runs_in_fp8:
+            is_in_fp8 = runs_in_fp8(module) if has_run else _is_fp8_chosen(model, name)
+            if is_in_fp8:
                 in_fp8 += count
         elif isinstance(module, torch.nn.Linear):
             total += 1
@@ -117,28 +121,32 @@ def _delayed(module, tensor: str) -> dict:
 @torch.no_grad()
 def _record(seen, handles, name, module, args, output):
     """Forward hook. fp8_meta has the scales of this pass: they are updated after the whole forward pass."""
-    if not module.fp8_meta.get("fp8_checkpoint"):  # this module does not run in FP8
+    if not runs_in_fp8(module):
         return
-    gemms = _gemms(module)
-    prefixes = list(gemms)
-    first, last = prefixes[0], prefixes[-1]
+    weights = _weights_of_gemms(module)
+    prefixes = list(weights)
+    first_prefix, last_prefix = prefixes[0], prefixes[-1]  # fc1_ and fc2_ of an MLP, else both ""
+    first_input = f"{first_prefix}input"
+    last_input = f"{last_prefix}input"
+    first_gradient = f"{first_prefix}output_gradient"
+    last_gradient = f"{last_prefix}output_gradient"
     # between the two GEMMs of an MLP no hook sees a tensor, but delayed scaling has its amax
-    has_unseen = last != first and module.fp8_meta["recipe"].delayed()
+    has_unseen = last_prefix != first_prefix and module.fp8_meta["recipe"].delayed()
     if (name, module) not in seen:  # gradient checkpointing runs this again, after the scales were updated
         tensors = seen[name, module] = {}
-        tensors[f"{first}input"] = _statistics(module, f"{first}input", _normed(module, args[0]))
+        tensors[first_input] = _statistics(module, first_input, _normed(module, args[0]))
         if has_unseen:
-            tensors[f"{last}input"] = _delayed(module, f"{last}input")
-        for prefix, parts in gemms.items():
+            tensors[last_input] = _delayed(module, last_input)
+        for prefix, parts in weights.items():
             weight = torch.cat([part.detach() for part in parts])
             tensors[f"{prefix}weight"] = _statistics(module, f"{prefix}weight", weight)
 
     def record_gradient(gradient):
         tensors = seen[name, module]
-        if f"{last}output_gradient" not in tensors:
-            tensors[f"{last}output_gradient"] = _statistics(module, f"{last}output_gradient", gradient)
+        if last_gradient not in tensors:
+            tensors[last_gradient] = _statistics(module, last_gradient, gradient)
             if has_unseen:
-                tensors[f"{first}output_gradient"] = _delayed(module, f"{first}output_gradient")
+                tensors[first_gradient] = _delayed(module, first_gradient)
 
     output = output[0] if isinstance(output, tuple) else output
     if output.requires_grad:
@@ -176,7 +184,9 @@ def _statistics(module, tensor: str, x) -> dict:
         if recipe.use_power_2_scales:
             scale = torch.exp2(scale.log2().floor())
     largest, smallest = LIMITS[fp8_max]
-    saturated = flushed = nonzero = 0
+    saturated = 0
+    flushed = 0
+    nonzero = 0
     for chunk in chunks:
         size = (chunk.float() * scale).abs()
         saturated += (size > largest).sum()
@@ -206,8 +216,8 @@ def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid")
     _draw_row(figure, grid[0], headroom, "headroom (bits; red: saturated)", cmap="RdBu",
               norm=TwoSlopeNorm(vcenter=0, vmin=-2, vmax=6))
     _draw_row(figure, grid[1], flushed, "flushed to zero (%)", cmap="viridis", norm=LogNorm(1e-3, 100))
-    every = (len(records) + 7) // 8  # at most eight ticks
-    ticks = range(0, len(records), every)
+    records_per_tick = (len(records) + 7) // 8  # at most eight ticks
+    ticks = range(0, len(records), records_per_tick)
     grid[1][-1].set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
     grid[1][-1].set_yticks(range(len(gemms)), gemms, fontsize=9)
     figure.savefig(path, dpi=130)

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from nanote import checkpoint, health, models, own_model, parallel
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 
 MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
@@ -276,10 +276,10 @@ class Log:
     @contextlib.contextmanager
     def fp8_health(self, step: int, model):
         """Write the FP8 health of the step inside."""
-        with health.watch(model):
+        with health.watch(model) as statistics:
             yield
         if self.is_writer:
-            self._append("fp8_health.jsonl", {"step": step, "health": health.health(model)})
+            self._append("fp8_health.jsonl", {"step": step, "health": statistics})
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""

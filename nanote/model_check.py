@@ -9,7 +9,6 @@ output those of all. So if gradients are off, `compare` names the first module w
 else the last parameter whose gradient is.
 """
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -28,13 +27,15 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from nanote import engine, models, own_model, recipes
-from nanote.config import in_a_line
+from nanote.command import in_a_line
+from nanote.health import runs_in_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 # Fields of a config; the others keep their defaults
 SIZES = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
 ROWS = 2  # of 32 tokens; Triton's interpreter takes a second for each pass of 128
-FIRST_STEPS, MEASURED_STEPS = 4, 4  # a weight that starts at zero has a scale after its first steps
+FIRST_STEPS = 4  # not measured: a weight that starts at zero has a scale after its first steps
+MEASURED_STEPS = 4
 FACTOR = 2  # an edit may have this times the gap of the unedited file; those of examples/edits have up to 1.4
 LOSS_GAP = 1e-3  # and this gap of the loss in any case: that of the unedited file is below 1e-4
 
@@ -66,7 +67,8 @@ def check_model(name):
     Raises ValueError for a file, a class or a machine with which there is nothing to compare."""
     edited, unedited = find_models(name)
     try:
-        model, twin = build(edited), build(edited, use_fp8=False)
+        model = build(edited)
+        twin = build(edited, use_fp8=False)
     except Exception as error:  # whatever the user's file raises
         reason = f"{type(error).__name__}: {in_a_line(error)}"
         raise ValueError(f"--model {name}: cannot be built: {reason}") from error
@@ -153,11 +155,8 @@ def prepare_fast_kernels(name):
 
 def load_unedited(file, engine):
     """Import a model file of the kit as a new module that uses this engine."""
-    spec = importlib.util.spec_from_file_location(f"unedited_{file}", ROOT / f"{file}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
-        spec.loader.exec_module(module)
-    return module
+        return own_model.import_path(ROOT / f"{file}.py", f"unedited_{file}")
 
 
 def same_config(config_class, edited):
@@ -207,7 +206,10 @@ def make_batch(step, config):
 
 def measure(model, twin) -> Gaps:
     """Train a model in FP8 for some steps, and run its twin without FP8 on the weights of each step."""
-    losses, outputs, gradients, in_fp8 = Sums(), Sums(), Sums(), set()
+    losses = Sums()
+    outputs = Sums()
+    gradients = Sums()
+    in_fp8 = set()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     with pass_errors(model):
         recipes.find_first_scales(model, [make_batch(0, model.config)], 1)
@@ -288,7 +290,9 @@ class Sums:
     """Sums of squares, by name, from which relative gaps follow."""
 
     def __init__(self):
-        self.differences, self.expected, self.sizes = {}, {}, {}
+        self.differences = {}
+        self.expected = {}
+        self.sizes = {}
 
     def add(self, name, tensor, expected):
         """Add a tensor and its expected values; None is zero."""
@@ -319,7 +323,8 @@ class Sums:
         """Return for each parameter the sum that its gradient had if its elements were as large as those of
         its module on average. The gradient of a key's bias is zero but for rounding, since softmax does not
         depend on it."""
-        sums, sizes = {}, {}
+        sums = {}
+        sizes = {}
         for name, expected in self.expected.items():
             module = module_of(name)
             sums[module] = sums.get(module, 0) + expected
@@ -368,10 +373,10 @@ def name_the_cause(edited, unedited, gradients_off, expected, file):
     outputs_off = names_off(edited.outputs, expected_outputs)
     if outputs_off:
         first = outputs_off[0]
-        yield failed(first, "output", edited.outputs[first], expected_outputs[first], file)
+        yield failed_result(first, "output", edited.outputs[first], expected_outputs[first], file)
         return
     last = gradients_off[-1]
-    yield failed(last, "gradient", edited.gradients[last], expected[last], file)
+    yield failed_result(last, "gradient", edited.gradients[last], expected[last], file)
     if len(gradients_off) > 1:
         others = unique(without_numbers(module_of(name)) for name in gradients_off[:-1])
         yield "info", f"off, too, with what comes after it in the backward pass: {others}", ""
@@ -392,7 +397,8 @@ def names_off(gaps: dict, expected: dict):
     return [name for name, gap in gaps.items() if not gap <= FACTOR * expected[name]]
 
 
-def failed(name, what, gap, expected, file):
+def failed_result(name, what, gap, expected, file):
+    """Return the result for an output or a gradient whose gap is too large."""
     line = (f"{name}: its {what} changes by {gap:.1%} in FP8; {file}: {expected:.1%}, so at most "
             f"{FACTOR * expected:.1%}")
     return "fail", line, "look at what it does in FP8 only; guide/changing_the_model.md says what FP8 asks"
@@ -400,18 +406,21 @@ def failed(name, what, gap, expected, file):
 
 def report_gemms(model, in_fp8):
     """Yield which GEMMs ran in FP8, and which did not, with the reason. `in_fp8`: see Gaps."""
-    found, others, recomputed = [], {}, []  # GEMMs; {reason: GEMMs}; modules
-    for name, module, gemm, weight in gemms(model):
+    gemms_in_fp8 = []
+    others = {}  # {reason: GEMMs}
+    recomputed = []  # modules
+    for name, module, gemm, weight in linear_weights(model):
         reason = reason_against_fp8(module, weight, name in in_fp8)
         if reason:
             others.setdefault(reason, []).append(gemm)
         else:
-            found.append(gemm)
+            gemms_in_fp8.append(gemm)
         if name in in_fp8 and not runs_in_fp8(module):
             recomputed.append(name)
-    total = len(found) + sum(map(len, others.values()))
-    if found:
-        yield "ok", f"{len(found)} of {total} GEMMs in FP8: {unique(map(without_numbers, found))}", ""
+    total = len(gemms_in_fp8) + sum(map(len, others.values()))
+    if gemms_in_fp8:
+        names = unique(map(without_numbers, gemms_in_fp8))
+        yield "ok", f"{len(gemms_in_fp8)} of {total} GEMMs in FP8: {names}", ""
     else:
         fix = "call te's modules inside self.autocast() in forward"
         yield "fail", f"{type(model).__name__}: none of {total} GEMMs runs in FP8", fix
@@ -422,7 +431,7 @@ def report_gemms(model, in_fp8):
         yield "fail", line, "te.checkpoint(block, x), with te imported from the model file"
 
 
-def gemms(model):
+def linear_weights(model):
     """Yield (module's name, module, GEMM's name, weight) of each linear layer."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -431,11 +440,6 @@ def gemms(model):
             if parameter.dim() > 1:
                 part = own_name.removesuffix("weight").removesuffix("_")  # fc1, fc2, or nothing
                 yield name, module, f"{name}.{part}".rstrip("."), parameter
-
-
-def runs_in_fp8(module) -> bool:
-    """Return whether the last pass of a module was in FP8."""
-    return bool(getattr(module, "fp8_meta", {}).get("fp8_checkpoint"))
 
 
 def reason_against_fp8(module, weight, in_fp8) -> str:

@@ -11,7 +11,8 @@ import os
 import torch
 
 from nanote import engine, health, own_model, parallel, recipes
-from nanote.config import PRESETS, TrainConfig, find_refusal, flag, in_a_line
+from nanote.command import in_a_line
+from nanote.config import PRESETS, REFUSED_WITH_FAST_MODEL, TrainConfig, find_refusal, flag
 from nanote.own_model import field_names, is_file, load_file, read_fields
 
 MODELS = {  # --model: (module, model class, config class)
@@ -27,7 +28,8 @@ MODEL_OPTIONS = """
     n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta use_qk_norm
     bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
-REFUSED_FOR_FAST = {"attn_dropout", "attention"}  # FastConfig lacks them; REFUSED in config.py says why
+# Options that FastConfig lacks, too, but whose values REFUSED_WITH_FAST_MODEL refuses with a better reason.
+REFUSED_ELSEWHERE = {"attn_dropout", "attention"}
 INSTEAD = {  # what the kit's files that lack an option have
     "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
     "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}
@@ -41,23 +43,9 @@ def make_model(config, device, dtype, recipe, saved=None):
         saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
             options keep its values.
     """
-    options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
-    name, reason = pick_model(options, device, dtype)
-    if is_file(name):
-        load_file(name)
-        options = (saved or {}) | options
-    model_class, config_class = model_classes(name)
-    if config.set:
-        options |= read_fields(config.set, config_class, saved)
-    fields = field_names(config_class)
-    check_asked(config, recipe, model_class, fields)
-    if name == "fast":
-        fields |= REFUSED_FOR_FAST
-    ignored = ignored_options(config, fields)
-    if ignored:
-        print_ignored(config, ignored)
-    model_config = make_model_config(name, options)
-    model = build_model(name, model_config, device=device, dtype=dtype)
+    name, reason_against_fast = pick_model(dataclasses.asdict(config), device, dtype)
+    model_config = resolve_config(name, config, recipe is not None, saved)
+    model = instantiate(name, model_config, device=device, dtype=dtype)
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
@@ -65,15 +53,33 @@ def make_model(config, device, dtype, recipe, saved=None):
     if config.loss_chunks > 1:
         from nanote.chunked_loss import chunk_loss
         chunk_loss(model, config.loss_chunks)
-    model.choice = f"on {engine_of(model)}"
-    if reason:
-        model.choice += f" (not model_te_fast: {reason})"
+    model.engine_description = f"on {engine_of(model)}"  # now: fsdp replaces the classes of its modules
+    if reason_against_fast:
+        model.engine_description += f" (not model_te_fast: {reason_against_fast})"
     return model
 
 
-def check_asked(config, recipe, model_class, fields: set[str]) -> None:
+def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
+    """Return the config of model `name` for a TrainConfig. Check and print what of it the model lacks."""
+    options = dataclasses.asdict(config) | {"use_fp8": use_fp8}
+    if is_file(name):
+        load_file(name)
+        options = (saved or {}) | options
+    model_class, config_class = model_classes(name)
+    if config.set:
+        options |= read_fields(config.set, config_class, saved)
+    fields = field_names(config_class)
+    check_support(config, use_fp8, model_class, fields)
+    refused_elsewhere = REFUSED_ELSEWHERE if name == "fast" else set()
+    ignored = ignored_options(config, fields | refused_elsewhere)
+    if ignored:
+        print_ignored(config, ignored)
+    return make_model_config(name, options)
+
+
+def check_support(config, use_fp8: bool, model_class, fields: set[str]) -> None:
     """Raise ValueError if a model, whose config has these `fields`, can do no FP8 or no packed documents."""
-    if recipe is not None and "use_fp8" not in fields:
+    if use_fp8 and "use_fp8" not in fields:
         raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
                          "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
     if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
@@ -100,7 +106,7 @@ def check_gemms(model, config) -> None:
 
 
 def ignored_options(config, fields: set[str]) -> list[str]:
-    """Return the options of the preset that a model ignores, since its config does not have these `fields`.
+    """Return the options of the preset that a model ignores, since they are not among these `fields`.
 
     Raises ValueError for an option that the user typed, and for a value of neither the preset nor the
     defaults.
@@ -157,8 +163,8 @@ def _reason_against_fast(options: dict, dtype) -> str:
         return f"--n-embd {options['n_embd']} is over 16384"
     options = options | {"model": "fast", "NANOTE_ENGINE": os.environ.get("NANOTE_ENGINE"),
                          "dtype": str(dtype).removeprefix("torch.")}
-    if refusal := find_refusal(options, "model"):
-        return f"{refusal.others(options)}: {refusal.reason}"
+    if refusal := find_refusal(options, REFUSED_WITH_FAST_MODEL):
+        return f"{refusal.others_as_typed(options)}: {refusal.reason}"
     from fast_kernels import modules  # needs Triton
     return modules.unsupported_reason()
 
@@ -166,7 +172,7 @@ def _reason_against_fast(options: dict, dtype) -> str:
 def describe(model) -> str:
     """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__}, {parameters:,} parameters, {getattr(model, 'choice', '')}"
+    return f"{type(model).__name__}, {parameters:,} parameters, {getattr(model, 'engine_description', '')}"
 
 
 def describe_fp8(model, config) -> str:
@@ -196,7 +202,7 @@ def takes_argument(model, argument):
     return argument in inspect.signature(model.forward).parameters
 
 
-def network(name: str) -> str:
+def portable_name(name: str) -> str:
     """Return the name of the model file that runs on any machine with the weights of model `name`."""
     return "optimized" if name in ("auto", "fast") else name
 
@@ -224,7 +230,7 @@ def make_model_config(name, options):
         raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
 
 
-def build_model(name, model_config, *, device="cpu", dtype=torch.float32):
+def instantiate(name, model_config, *, device="cpu", dtype=torch.float32):
     """Build a model with parameters on `device` in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

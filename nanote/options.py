@@ -15,10 +15,11 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag, in_a_line, parse
+from nanote.command import in_a_line, parse
+from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag
 
 TYPES = get_type_hints(TrainConfig)
-KINDS = {field.name: TYPES[field.name] for field in fields(TrainConfig)}  # {option: type}
+OPTION_TYPES = {field.name: TYPES[field.name] for field in fields(TrainConfig)}
 BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
 ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
@@ -29,8 +30,8 @@ GONE = dict(  # options of earlier versions, with their defaults
     gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
     betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True,
     fp8_param=False, offload_activations=0)
-# These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
-ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
+# Options that decide which tensors are in a checkpoint: on --resume they must be the checkpoint's own.
+MUST_MATCH = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
     activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon
     optimizer""".split()
 
@@ -47,31 +48,33 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in argv if argument not in ("-h", "--help")]
-    typed = read_command_line(arguments)
+    from_command_line = read_command_line(arguments)
+    from_file = {}
+    is_of_run = False
+    if from_command_line.get("config"):
+        from_file, is_of_run = read_file(from_command_line["config"])
+    overrides = merge(from_file, from_command_line)
     if restarted:
-        typed["out_dir"] = restarted
-        typed["resume"] = any(Path(restarted).glob("step-*"))
-    in_file, is_of_run = {}, False
-    if typed.get("config"):
-        in_file, is_of_run = read_file(typed["config"])
-    asked = merge(in_file, typed)
-    saved, folder = {}, None
-    if asked.get("resume") or asked.get("eval_only"):
-        if typed.get("init_from") and not restarted:
+        has_checkpoint = any(Path(restarted).glob("step-*"))
+        overrides |= {"out_dir": restarted, "resume": has_checkpoint}
+    from_checkpoint = {}
+    folder = None
+    if overrides.get("resume") or overrides.get("eval_only"):
+        if from_command_line.get("init_from") and not restarted:
             raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
-        folder, meta = find_checkpoint(asked)
-        saved = options_of_run(meta["config"], folder)
-    asked = merge(saved, asked)
-    preset = PRESETS[asked.get("preset", TrainConfig.preset)]
+        folder, meta = find_checkpoint(overrides)
+        from_checkpoint = options_of_run(meta["config"], folder)
+    options = merge(from_checkpoint, overrides)
+    from_preset = PRESETS[options.get("preset", TrainConfig.preset)]
     if len(arguments) < len(argv):  # --help: prints and exits
-        parse(TrainConfig, ["--help"], "train.py", default=TrainConfig(**preset))
-    config = TrainConfig(**(preset | asked))
-    config.typed = frozenset(typed if is_of_run else in_file | typed)
-    check_code_is_typed(config, typed)
+        parse(TrainConfig, ["--help"], "train.py", default=TrainConfig(**from_preset))
+    config = TrainConfig(**(from_preset | options))
+    config.typed = frozenset(from_command_line if is_of_run else from_file | from_command_line)
+    check_code_is_typed(config, from_command_line)
     config.check()
     print_without_effect(config)
     if folder:
-        check_resume(config, saved, folder, meta["step"])
+        check_resume(config, from_checkpoint, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)
     elif config.init_from and Path(config.init_from, "tokenizer.json").is_file():
         from nanote.transfer import check_tokenizer  # imports PyTorch
@@ -80,45 +83,49 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
 
 
 def read_command_line(arguments: list[str]) -> dict:
-    """Return {option: value} of the options in a command line. tyro prints mistakes, and exits."""
+    """Return {option: value} of the options in a command line. tyro prints mistakes, and exits.
+
+    tyro returns a whole TrainConfig, in which a typed option looks like a default: names come from the text.
+    """
     defaults = TrainConfig(**PRESETS[TrainConfig.preset])  # those of another preset are merged later
     config = parse(TrainConfig, arguments, "train.py", default=defaults)
     options = {}
     for argument in arguments:
         if argument.startswith("--"):
             name = argument[2:].partition("=")[0].replace("-", "_")
-            if name not in KINDS:
+            if name not in OPTION_TYPES:
                 name = name.removeprefix("no_")  # --no-bias
-            if name in KINDS:  # not "--", which ends the options
+            if name in OPTION_TYPES:  # not "--", which ends the options
                 options[name] = getattr(config, name)
     return options
 
 
 def merge(*sources: dict) -> dict:
     """Return the options of all sources. The last value of an option wins, but values of --set add up."""
-    merged, settings = {}, ()
+    merged = {}
+    settings = ()
     for options in sources:
         merged |= options
         settings += options.get("set", ())
     return merged | {"set": settings}
 
 
-def find_checkpoint(asked: dict) -> tuple[Path, dict]:
+def find_checkpoint(options: dict) -> tuple[Path, dict]:
     """Return the checkpoint of --resume or --eval-only, and its meta.json."""
     from nanote import checkpoint  # imports PyTorch, which --help need not wait for
-    run = asked.get("out_dir")
+    run = options.get("out_dir")
     if run is None:
-        preset = asked.get("preset", TrainConfig.preset)
+        preset = options.get("preset", TrainConfig.preset)
         runs = [*Path("out").glob(preset), *Path("out").glob(f"{preset}-[0-9]*")]
         run = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{preset}")  # the newest
     folder = checkpoint.find(run)
-    if folder != checkpoint.latest(folder.parent) and not asked.get("eval_only"):
+    if folder != checkpoint.latest(folder.parent) and not options.get("eval_only"):
         raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; remove those")
     return folder, checkpoint.read_meta(folder)
 
 
 def check_code_is_typed(config: TrainConfig, typed: dict) -> None:
-    """Raise ValueError for a model file or a custom recipe that is not on the command line."""
+    """Raise ValueError for a model file or a custom recipe that is not on the command line, `typed`."""
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
         is_code = ".py:" in value or value.startswith("custom:")
@@ -132,19 +139,19 @@ def print_without_effect(config: TrainConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     for row in WITHOUT_EFFECT:
-        asked = []
+        without_effect = []
         for name in row.options:
             value = getattr(config, name)
             if name in config.typed and value not in ASKS_NOTHING:
-                asked.append(as_typed(name, value))
-        if asked and row.applies(config):
+                without_effect.append(as_typed(name, value))
+        if without_effect and row.applies(config):
             other = as_typed(row.other, getattr(config, row.other))
-            print(f"{', '.join(asked)}: no effect with {other}", flush=True)
+            print(f"{', '.join(without_effect)}: no effect with {other}", flush=True)
 
 
 def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> None:
     """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
-    for name in ARCHITECTURE:
+    for name in MUST_MATCH:
         value = getattr(config, name)
         before = saved.get(name, value)
         is_moved_file = ".py:" in str(value) and ".py:" in str(before)
@@ -197,30 +204,31 @@ def read_file(path: str) -> tuple[dict, bool]:
         if isinstance(options.get("config"), dict):  # of version 0.1; now it is the name of a file
             options = options["config"]
         return options_of_run(options, path), True
-    typed = {}
+    values = {}
     for key, value in options.items():
         name = str(key).replace("-", "_")
         check_is_option(name, path)
         if name == "set":
             value = yaml.load(content, JsonLoader)[key]
-        typed[name] = read_value(name, value, f"--config {path}")
-    return typed, False
+        values[name] = read_value(name, value, f"--config {path}")
+    return values, False
 
 
 def check_is_option(name: str, path: str) -> None:
     """Raise ValueError for an unknown option in a file, with the nearest one."""
-    if name in KINDS:
+    if name in OPTION_TYPES:
         return
-    nearest = difflib.get_close_matches(name, KINDS, n=1)
+    nearest = difflib.get_close_matches(name, OPTION_TYPES, n=1)
     advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
     raise ValueError(f"--config {path}: {name}: unknown option; {advice}")
 
 
 def options_of_run(options: dict, source) -> dict:
     """Return the options that another start takes over. Print those that this version does not have."""
-    taken_over, gone = {}, []
+    taken_over = {}
+    gone = []
     for name, value in options.items():
-        if name not in KINDS:
+        if name not in OPTION_TYPES:
             if GONE.get(name) != value:
                 gone.append(f"{name} {value}")
         elif name not in OF_ONE_RUN:
@@ -234,23 +242,23 @@ def read_value(name: str, value, source):
     """Return the value of an option in JSON or YAML as the option's type; text as on the command line."""
     if name == "set":
         return read_set(value, source)
-    kind = KINDS[name]
-    if type(None) in get_args(kind):  # int | None
+    option_type = OPTION_TYPES[name]
+    if type(None) in get_args(option_type):  # int | None
         if value in (None, "", "~", "null", "Null", "NULL", "None"):
             return None
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
+        option_type = get_args(option_type)[0]
+    if get_origin(option_type) is Literal:
+        if value in get_args(option_type):
             return value
-        rule = f"one of {', '.join(get_args(kind))}"
-    elif kind is bool:
+        rule = f"one of {', '.join(get_args(option_type))}"
+    elif option_type is bool:
         if str(value).lower() in BOOLEANS:
             return BOOLEANS[str(value).lower()]
         rule = "true or false"
     else:
         with contextlib.suppress(TypeError, ValueError):
-            return kind(value)
-        rule = f"of type {kind.__name__}"
+            return option_type(value)
+        rule = f"of type {option_type.__name__}"
     raise ValueError(f"{source}: {name} {value}: must be {rule}")
 
 

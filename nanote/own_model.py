@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from nanote import recipes
-from nanote.config import TrainConfig, flag, in_a_line
+from nanote.command import in_a_line
+from nanote.config import TrainConfig, flag
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named
@@ -41,16 +42,22 @@ def load_file(name: str) -> None:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for what the file imports from beside it
-    spec = importlib.util.spec_from_file_location(f"own_model_{Path(path).stem}", path)  # may be a copy
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks its module up there
     try:
-        spec.loader.exec_module(module)
+        module = import_path(path, f"own_model_{Path(path).stem}")  # a name of its own: it may be a copy
         model_class = getattr(module, class_name)
     except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise ValueError(f"--model {name}: cannot be imported ({type(error).__name__}: {error}); "
                          "my_model.py:MyModel works, with a class MyModel in my_model.py") from error
     _loaded[name] = model_class, _config_class(name, model_class, module)
+
+
+def import_path(path, name: str):
+    """Import a Python file as a new module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks its module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def classes(name: str) -> tuple[type, type]:
@@ -71,7 +78,8 @@ def _config_class(name: str, model_class: type, module) -> type:
         names = " and ".join(candidate.__name__ for candidate in complete)
         raise ValueError(f"--model {name}: {names} have the fields vocab_size and n_positions; say which is "
                          "the config in the constructor: def __init__(self, config: MyConfig)")
-    nearest, lack = None, "it has none"
+    nearest = None
+    lack = "it has none"
     if candidates:
         nearest = min(candidates, key=lambda candidate: len(_missing_fields(candidate)))
         lack = f"{nearest.__name__} has no {' and no '.join(_missing_fields(nearest))}"
@@ -99,6 +107,7 @@ def _missing_fields(config_class: type) -> list[str]:
 
 
 def field_names(config_class: type) -> set[str]:
+    """Return the names of the fields of a dataclass."""
     return {field.name for field in dataclasses.fields(config_class)}
 
 
@@ -140,28 +149,29 @@ def _check_field(name: str, text: str, config_class: type) -> None:
         raise ValueError(f"--set {text}: must be FIELD=VALUE; {config_class.__name__} has {fields}")
 
 
-def _read_field(text: str, kind):
+def _read_field(text: str, annotation):
     """Return the value of FIELD=VALUE as JSON if that is of the field's type, else as text."""
     value = text.partition("=")[2]
     with contextlib.suppress(ValueError):  # not JSON
         parsed = json.loads(value)
-        if is_of_kind(parsed, kind):
+        if fits_annotation(parsed, annotation):
             return parsed
-    if not is_of_kind(value, kind):
-        raise ValueError(f"--set {text}: must be of type {getattr(kind, '__name__', kind)}")
+    if not fits_annotation(value, annotation):
+        type_name = getattr(annotation, "__name__", annotation)
+        raise ValueError(f"--set {text}: must be of type {type_name}")
     return value
 
 
-def is_of_kind(value, kind) -> bool:
+def fits_annotation(value, annotation) -> bool:
     """Return whether a JSON value fits an annotation: a class, list[…], a Literal, or a union of these."""
-    origin = typing.get_origin(kind)
+    origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return any(is_of_kind(value, part) for part in typing.get_args(kind))
+        return any(fits_annotation(value, part) for part in typing.get_args(annotation))
     if origin is typing.Literal:
-        return value in typing.get_args(kind)
-    if kind is float and type(value) is int:
+        return value in typing.get_args(annotation)
+    if annotation is float and type(value) is int:
         return True
-    return type(value) is (origin or kind)
+    return type(value) is (origin or annotation)
 
 
 # ---------------------------------------------------------------- a first pass

@@ -59,7 +59,7 @@ def run_meta(config, model, loader, step: int, resumed_meta: dict, skipped: list
         meta["hf"] = resumed_meta["hf"]
     meta |= {
         "config": asdict(config),
-        "model": models.network(config.model),
+        "model": models.portable_name(config.model),
         "model_config": asdict(model.config),
         "tokenizer": loader.meta["tokenizer"],
         "corpus": {name: loader.meta[name] for name in ("train_sha256", "val_sha256")},

@@ -5,31 +5,31 @@ from nanote import checkpoint, models, own_model
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 
 
-def load_run(folder, meta, own=None, device="cpu", dtype=torch.float32):
+def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
     """Return the model of a checkpoint, with FP8 off.
 
     Args:
         meta: the checkpoint's meta.json.
-        own: --model: path/to/file.py:Class of your own model, or the name that the checkpoint has.
+        model_name: --model: path/to/file.py:Class of your own model, or the name that the checkpoint has.
     """
-    if own is not None and own_model.is_file(own):
-        own_model.load_file(own)
-    elif own is not None and models.network(own) != models.network(meta["model"]):
-        models.model_classes(own)  # ValueError for an unknown name
-        raise ValueError(f"--model {own}: {folder} has {meta['model']}; leave it out, or pass that")
-    name = models.network(own or meta["model"])
+    if model_name is not None and own_model.is_file(model_name):
+        own_model.load_file(model_name)
+    elif model_name is not None and models.portable_name(model_name) != models.portable_name(meta["model"]):
+        models.model_classes(model_name)  # ValueError for an unknown name
+        raise ValueError(f"--model {model_name}: {folder} has {meta['model']}; leave it out, or pass that")
+    name = models.portable_name(model_name or meta["model"])
     config = models.make_model_config(name, meta["model_config"] | {"use_fp8": False})
-    model = models.build_model(name, config, device=device, dtype=dtype).eval()
+    model = models.instantiate(name, config, device=device, dtype=dtype).eval()
     checkpoint.load(folder, model)
     return model
 
 
-def load_tokenizer(meta, moved=None):
-    """Return the tokenizer of a checkpoint's meta.json. moved: hf:DIR, the folder where it is now."""
+def load_tokenizer(meta, moved_to=None):
+    """Return the tokenizer of a checkpoint's meta.json. moved_to: hf:DIR, the folder where it is now."""
     vocab_size = meta["model_config"]["vocab_size"]
     vocab_size = meta.get("hf", {}).get("vocab_size", vocab_size)
-    tokenizer = get_tokenizer(moved or meta["tokenizer"], vocab_size)
+    tokenizer = get_tokenizer(moved_to or meta["tokenizer"], vocab_size)
     if not same_tokenizer(tokenizer.name, meta["tokenizer"]):
-        raise ValueError(f"--tokenizer {moved}: the model was trained with {meta['tokenizer']}; name a "
+        raise ValueError(f"--tokenizer {moved_to}: the model was trained with {meta['tokenizer']}; name a "
                          "folder with the same tokenizer.json")
     return tokenizer

@@ -27,7 +27,7 @@ TRAIN = f"{OPTIONS} --n-layer 1 --dropout 0 --eval-interval 0 --checkpoint-inter
 def make_model(name, recipe, **options):
     torch.manual_seed(0)
     options = TINY | {"use_fp8": recipe != "none"} | options
-    model = models.build_model(name, models.make_model_config(name, options), device=DEVICE)
+    model = models.instantiate(name, models.make_model_config(name, options), device=DEVICE)
     if recipe != "none":
         model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe=recipe))
     return model

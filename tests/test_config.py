@@ -10,7 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanote.config import PRESETS, TrainConfig, in_a_line, run_command
+from nanote.command import in_a_line, run_command
+from nanote.config import PRESETS, TrainConfig
 from nanote.options import read_options
 from trainer_tools import OPTIONS, ROOT, run_train, sign
 
@@ -234,7 +235,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys):
 SCRIPT = """
 import sys
 sys.path.insert(0, ROOT)
-from nanote.config import run_command
+from nanote.command import run_command
 def main():
     print("text")
     if len(sys.argv) > 1: raise ValueError("wrong")

@@ -13,7 +13,7 @@ import torch
 
 import doctor
 from nanote import model_check, recipes
-from nanote.config import run_command
+from nanote.command import run_command
 
 SMI = """#!/bin/sh
 case "$*" in

@@ -8,14 +8,14 @@ import torch
 from test_recipes import DEVICE, TE_FACTORIES, make, make_recipe, step
 
 from nanote import models, recipes
-from nanote.health import health, plot, watch
+from nanote.health import plot, watch
 from nanote.logs import read_metrics
 
 
 def look(model):
-    with watch(model):
+    with watch(model) as health:
         step(model)
-    return health(model)
+    return health
 
 
 # ---------------------------------------------------------------- the numbers
@@ -69,16 +69,16 @@ def test_shares_are_those_of_the_bytes():
     x[2, :4] = 0.0  # is zero
     x[3, :2] = 460.0  # rounds to 448
     model = torch.nn.Sequential(recipes.te.Linear(64, 32, bias=False)).to(DEVICE)
-    with watch(model), recipes.te.autocast(recipe=make_recipe()):
+    with watch(model) as health, recipes.te.autocast(recipe=make_recipe()):
         model(x)
-    values = health(model)["0"]["input"]
+    values = health["0"]["input"]
     quantized = x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     is_flushed = (quantized == 0) & (x != 0)
     flushed, nonzero = is_flushed.sum().item(), (x != 0).sum().item()
     assert (values["amax"], values["scale"], values["saturated"]) == (1000, 1, 8 / 1024)
     assert flushed >= 16
     assert values["flushed"] == pytest.approx(flushed / nonzero)
-    assert "output_gradient" not in health(model)["0"], "there was no backward pass"
+    assert "output_gradient" not in health["0"], "there was no backward pass"
 
 
 @pytest.mark.parametrize("recipe, saturated", [

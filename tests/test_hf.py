@@ -45,7 +45,7 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
         own_model.load_file(model)
     config = TrainConfig(**shape | dict(model=model) | options)
     model_config = models.make_model_config(model, vars(config) | {"use_fp8": False})
-    net = randomize(models.build_model(model, model_config, dtype=dtype))
+    net = randomize(models.instantiate(model, model_config, dtype=dtype))
     adamw = torch.optim.AdamW(net.parameters())
     for p in net.parameters():
         adamw.state[p] = {"master_param": p.detach().float() * 1.001}
@@ -58,7 +58,7 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
 def load_run(run):
     meta = checkpoint.read_meta(checkpoint.find(run))
     config = models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
-    model = models.build_model(meta["model"], config)
+    model = models.instantiate(meta["model"], config)
     checkpoint.load(checkpoint.find(run), model)
     return model.eval()
 
@@ -93,12 +93,12 @@ def assert_same_logits(model, folder, vocab_size):
 @pytest.mark.parametrize("kind", THEIRS)
 def test_an_import_is_the_same_model_and_exports_back(kind, tmp_path):
     make_folder(tmp_path / "theirs", kind)
-    folder = import_hf.import_(tmp_path / "theirs", tmp_path / "run")
+    folder = import_hf.import_folder(tmp_path / "theirs", tmp_path / "run")
     assert folder == tmp_path / "run" / "step-0" and checkpoint.read_meta(folder)["tokenizer"] == "byte"
     assert_same_logits(load_run(tmp_path / "run"), tmp_path / "theirs", 300)
     export_hf.export(tmp_path / "run", tmp_path / "back")
     assert_same_tensors(tensors(tmp_path / "back"), tensors(tmp_path / "theirs"))
-    import_hf.import_(tmp_path / "back", tmp_path / "run again")
+    import_hf.import_folder(tmp_path / "back", tmp_path / "run again")
     assert_same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
 
 
@@ -108,7 +108,7 @@ def test_shards_are_read_in_their_precision(stored, dtype, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     hf.save_pretrained(tmp_path, max_shard_size="50KB")
     (tmp_path / "model_ema.safetensors").write_bytes(b"not read by transformers")
-    import_hf.import_(tmp_path, tmp_path / "run")
+    import_hf.import_folder(tmp_path, tmp_path / "run")
     ours = weights(tmp_path / "run")
     assert {w.dtype for w in ours.values()} == {dtype}
     assert torch.equal(ours["wte.weight"][:300], hf.model.embed_tokens.weight.to(dtype))
@@ -116,10 +116,10 @@ def test_shards_are_read_in_their_precision(stored, dtype, tmp_path):
 
 def test_masters_start_from_the_folders_values(tmp_path):
     make_folder(tmp_path / "theirs")
-    folder = import_hf.import_(tmp_path / "theirs", tmp_path / "run")
+    folder = import_hf.import_folder(tmp_path / "theirs", tmp_path / "run")
     meta = checkpoint.read_meta(folder)
     config = models.make_model_config("optimized", meta["model_config"])
-    model = models.build_model("optimized", config, dtype=torch.bfloat16)
+    model = models.instantiate("optimized", config, dtype=torch.bfloat16)
     optimizer = optimizers.make_optimizer(model, TrainConfig(**meta["config"] | {"param_remainders": False}))
     checkpoint.load(folder, model, optimizer)
     exact = weights(tmp_path / "run")
@@ -131,7 +131,7 @@ def test_training_goes_on_in_fp8(tokens, tmp_path):
     """And its export has the number of rows that was imported."""
     make_folder(tmp_path / "theirs", "qwen3")
     run = tmp_path / "run"
-    import_hf.import_(tmp_path / "theirs", run)
+    import_hf.import_folder(tmp_path / "theirs", run)
     options = (f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --device cpu "
                "--log-interval 1 --eval-interval 0 --micro-batch-size 4")
     assert run_train(options, tokens) == 0
@@ -152,7 +152,7 @@ def test_every_model_file_exports_and_imports(model, options, tmp_path):
     make_run(tmp_path / "run", model, **options)
     export_hf.export(tmp_path / "run", tmp_path / "folder")
     assert_same_logits(load_run(tmp_path / "run"), tmp_path / "folder", 288)
-    import_hf.import_(tmp_path / "folder", tmp_path / "back")
+    import_hf.import_folder(tmp_path / "folder", tmp_path / "back")
     assert_same_tensors(weights(tmp_path / "back"), weights(tmp_path / "run"))
 
 
@@ -202,7 +202,7 @@ def test_a_model_keeps_its_own_tokenizer(tmp_path, capsys, refused):
     assert generation["eos_token_id"] == [2, 0]
     assert generation["suppress_tokens"] == list(range(get_tokenizer(f"hf:{moved}").vocab_size, 288))
     assert str(tmp_path) not in (back / "README.md").read_text()
-    again = import_hf.import_(back, tmp_path / "again")
+    again = import_hf.import_folder(back, tmp_path / "again")
     assert same_tokenizer(checkpoint.read_meta(again)["tokenizer"], name)
 
 

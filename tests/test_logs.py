@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nanote import logs
-from nanote.config import TrainConfig, in_a_line
+from nanote.command import in_a_line
+from nanote.config import TrainConfig
 from nanote.parallel import Ranks
 from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses

@@ -43,7 +43,7 @@ def test_a_run_resumes_without_the_option(old_run, gone, tolerance, capsys):
 def test_weights_in_fp8_come_back_as_their_masters(dtype):
     folder = FP8_PARAM / "step-3"
     options = checkpoint.read_meta(folder)["model_config"]
-    model = models.build_model("optimized", models.make_model_config("optimized", options), dtype=dtype)
+    model = models.instantiate("optimized", models.make_model_config("optimized", options), dtype=dtype)
     optimizer = make_optimizer(model, TrainConfig(moment_dtype="bfloat16"))
     checkpoint.load(folder, model, optimizer)
     stored = checkpoint.read_tensors(folder, ("model.", "optimizer."))

@@ -23,7 +23,7 @@ def make(name="optimized", recipe="delayed", history=8, **options):
     torch.manual_seed(0)
     recipe, config = make_recipe(recipe, history), models.make_model_config(name, TINY | options)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    model = models.build_model(name, config, device=DEVICE, dtype=dtype)
+    model = models.instantiate(name, config, device=DEVICE, dtype=dtype)
     model.fp8_recipe = recipe
     return model
 

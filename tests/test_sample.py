@@ -22,7 +22,7 @@ def make_model(**options):
     torch.manual_seed(0)
     shape = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=32, use_fp8=True)
     config = models.make_model_config("optimized", shape | options)
-    model = models.build_model("optimized", config)
+    model = models.instantiate("optimized", config)
     for parameter in model.parameters():  # logits far from uniform, as after training: greedy text varies
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -139,7 +139,7 @@ def instruct(tmp_path_factory):
     folder = tmp_path_factory.mktemp("instruct")
     hf_folders.make_tokenizer(folder / "hf")
     hf = hf_folders.make_model(folder / "hf")
-    import_hf.import_(folder / "hf", folder / "run")
+    import_hf.import_folder(folder / "hf", folder / "run")
     return SimpleNamespace(folder=folder / "hf", run=str(folder / "run"), hf=hf)
 
 

@@ -315,7 +315,7 @@ from nanote.config import TrainConfig
 folder = checkpoint.find(sys.argv[1])
 meta = checkpoint.read_meta(folder)
 config = models.make_model_config(meta["model"], meta["model_config"])
-model = models.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
+model = models.instantiate(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
 model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe="delayed", fp8_amax_history_len=16))
 checkpoint.load(folder, model)
 stored = checkpoint.read_tensors(folder, ("fp8.",))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel
 
 import train
-from nanote.config import run_command
+from nanote.command import run_command
 from nanote.logs import read_metrics
 from nanote.tokens import write_tokens
 

@@ -8,30 +8,29 @@
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
   the files are copied, with the chat template, and the generation config but for the ids that end a text.
 """
-import signal
+import os
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
+    # The logits are compared in float32, which TE on a GPU replaces by TF32.
+    os.environ.setdefault("NANOTE_ENGINE", "reference")
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 import json
-import os
 import shutil
-import sys
+import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-if __name__ == "__main__":  # the logits are compared in float32, which TE on a GPU replaces by TF32
-    os.environ.setdefault("NANOTE_ENGINE", "reference")
-    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-
 from nanote import checkpoint, models, recipes, trained_model
-from nanote.config import parse, run_command
+from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokenizers import HfTokenizer, byte_characters
 from nanote.tokens import new_folder
@@ -121,8 +120,8 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str | None = None) -> Path:
-    """Export a run or a checkpoint to `folder`; return the checkpoint. moved, own: --tokenizer, --model."""
+def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> Path:
+    """Export a run or a checkpoint to `folder`; return the checkpoint. Arguments: see ExportConfig."""
     source = checkpoint.find(run)
     folder = Path(folder)
     if os.path.lexists(folder):
@@ -131,7 +130,7 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str 
     checkpoint.verify(source)
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
-    tokenizer = trained_model.load_tokenizer(meta, moved)
+    tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
     weights = hf_weights.read_weights(source, masters=dtype == "float32")
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
@@ -139,12 +138,12 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str 
     with new_folder(folder, advice="name another folder") as unfinished:
         write_folder(unfinished, theirs, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
-        check_logits(unfinished, source, own, weights, vocab_size)
+        check_logits(unfinished, source, model_name, weights, vocab_size)
     return source
 
 
 @torch.no_grad()
-def check_logits(folder: Path, source: Path, own: str | None, weights: dict, vocab_size: int) -> None:
+def check_logits(folder: Path, source: Path, model_name: str | None, weights: dict, vocab_size: int) -> None:
     """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
 
     In float32 (up to 4 billion parameters, 16 GB) they may differ by 0.1 % of the largest: rounding makes
@@ -158,7 +157,7 @@ def check_logits(folder: Path, source: Path, own: str | None, weights: dict, voc
     dtype = torch.float32 if in_float32 else torch.bfloat16
     tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
-    model = trained_model.load_run(source, checkpoint.read_meta(source), own, device, dtype)
+    model = trained_model.load_run(source, checkpoint.read_meta(source), model_name, device, dtype)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written
     random = torch.Generator().manual_seed(0)

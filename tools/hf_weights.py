@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint
-from nanote.config import in_a_line
+from nanote.command import in_a_line
 from nanote.training_state import parameter_name
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -138,7 +138,7 @@ def from_hf_config(hf, path: Path) -> dict:
 
 # ---------------------------------------------------------------- weights
 
-class Weight(NamedTuple):
+class WeightSpec(NamedTuple):
     """A weight of the optimized model, and where a Hugging Face model stores it."""
 
     name: str
@@ -147,18 +147,19 @@ class Weight(NamedTuple):
     is_transposed: bool = False  # theirs is stored as (in, out)
 
 
-def table(config, vocab_size: int) -> Iterator[Weight]:
+def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
     """Yield every weight of a model, in its order."""
     is_gpt2 = model_type(config) == "gpt2"
     embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
-    yield Weight("wte.weight", [(embedding, vocab_size)], config.n_embd)
-    yield from _gpt2_table(config) if is_gpt2 else _llama_table(config)
+    yield WeightSpec("wte.weight", [(embedding, vocab_size)], config.n_embd)
+    yield from _gpt2_specs(config) if is_gpt2 else _llama_specs(config)
     if not config.tie_embeddings:
-        yield Weight("lm_head.weight", [("lm_head.weight", vocab_size)], config.n_embd)
+        yield WeightSpec("lm_head.weight", [("lm_head.weight", vocab_size)], config.n_embd)
 
 
-def _gpt2_table(config):
-    C, inner = config.n_embd, config.n_inner
+def _gpt2_specs(config):
+    C = config.n_embd
+    inner = config.n_inner
     modules = [  # ours, theirs, rows, columns of a weight that is a matrix
         ("attn.qkv.layer_norm_", "ln_1.", C, None),
         ("attn.qkv.", "attn.c_attn.", 3 * C, C),
@@ -166,22 +167,25 @@ def _gpt2_table(config):
         ("mlp.layer_norm_", "ln_2.", C, None),
         ("mlp.fc1_", "mlp.c_fc.", inner, C),
         ("mlp.fc2_", "mlp.c_proj.", C, inner)]
-    yield Weight("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
+    yield WeightSpec("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
     for i in range(config.n_layer):
         for ours, theirs, rows, columns in modules:
-            ours_in_block, theirs_in_block = f"blocks.{i}.{ours}", f"transformer.h.{i}.{theirs}"
-            yield from _gpt2_weight_and_bias(ours_in_block, theirs_in_block, rows, columns)
+            our_prefix = f"blocks.{i}.{ours}"
+            their_prefix = f"transformer.h.{i}.{theirs}"
+            yield from _gpt2_weight_and_bias(our_prefix, their_prefix, rows, columns)
     yield from _gpt2_weight_and_bias("lm_head.layer_norm_", "transformer.ln_f.", C, None)
 
 
 def _gpt2_weight_and_bias(ours, theirs, rows, columns):
-    yield Weight(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=columns is not None)
-    yield Weight(f"{ours}bias", [(f"{theirs}bias", rows)])
+    yield WeightSpec(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=columns is not None)
+    yield WeightSpec(f"{ours}bias", [(f"{theirs}bias", rows)])
 
 
-def _llama_table(config):
-    C, inner = config.n_embd, config.n_inner
-    width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+def _llama_specs(config):
+    C = config.n_embd
+    inner = config.n_inner
+    width = config.n_head * config.head_dim
+    kv_width = config.n_kv_head * config.head_dim
     linears = {  # ours -> their names and rows, columns
         "attn.qkv.": ([("self_attn.q_proj.", width), ("self_attn.k_proj.", kv_width),
                        ("self_attn.v_proj.", kv_width)], C),
@@ -190,36 +194,37 @@ def _llama_table(config):
         "mlp.fc2_": ([("mlp.down_proj.", C)], inner),
     }
     for i in range(config.n_layer):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        yield Weight(f"{ours}attn.qkv.layer_norm_weight", [(f"{theirs}input_layernorm.weight", C)])
-        yield Weight(f"{ours}mlp.layer_norm_weight", [(f"{theirs}post_attention_layernorm.weight", C)])
+        ours = f"blocks.{i}."
+        theirs = f"model.layers.{i}."
+        yield WeightSpec(f"{ours}attn.qkv.layer_norm_weight", [(f"{theirs}input_layernorm.weight", C)])
+        yield WeightSpec(f"{ours}mlp.layer_norm_weight", [(f"{theirs}post_attention_layernorm.weight", C)])
         for name, (parts, columns) in linears.items():
             weights = [(f"{theirs}{part}weight", rows) for part, rows in parts]
-            yield Weight(f"{ours}{name}weight", weights, columns)
+            yield WeightSpec(f"{ours}{name}weight", weights, columns)
             if config.bias:
-                yield Weight(f"{ours}{name}bias", [(f"{theirs}{part}bias", rows) for part, rows in parts])
+                yield WeightSpec(f"{ours}{name}bias", [(f"{theirs}{part}bias", rows) for part, rows in parts])
         if config.use_qk_norm:
             for norm in ("q_norm.weight", "k_norm.weight"):
-                yield Weight(f"{ours}attn.{norm}", [(f"{theirs}self_attn.{norm}", config.head_dim)])
-    yield Weight("lm_head.layer_norm_weight", [("model.norm.weight", C)])
+                yield WeightSpec(f"{ours}attn.{norm}", [(f"{theirs}self_attn.{norm}", config.head_dim)])
+    yield WeightSpec("lm_head.layer_norm_weight", [("model.norm.weight", C)])
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return the optimized model's weights under Hugging Face's names, with `vocab_size` rows."""
     theirs = {}
-    for row in table(config, vocab_size):
-        sizes = [rows for _, rows in row.parts]
-        shape = (sum(sizes),) if row.columns is None else (sum(sizes), row.columns)
-        weight = weights.get(row.name)
-        if weight is None and row.name.endswith("bias"):
+    for spec in weight_specs(config, vocab_size):
+        sizes = [rows for _, rows in spec.parts]
+        shape = (sum(sizes),) if spec.columns is None else (sum(sizes), spec.columns)
+        weight = weights.get(spec.name)
+        if weight is None and spec.name.endswith("bias"):
             weight = torch.zeros(shape, dtype=weights["wte.weight"].dtype)
         if weight is not None:
             weight = weight[:sum(sizes)]  # without padding of the vocabulary
         if weight is None or weight.shape != shape:
             hf_class = CLASSES[model_type(config)]
-            raise ValueError(f"the run has no {row.name} of shape {shape}, as {hf_class} has")
-        for (name, _), part in zip(row.parts, weight.split(sizes)):
-            if row.is_transposed:
+            raise ValueError(f"the run has no {spec.name} of shape {shape}, as {hf_class} has")
+        for (name, _), part in zip(spec.parts, weight.split(sizes)):
+            if spec.is_transposed:
                 part = part.T
             theirs[name] = part.clone(memory_format=torch.contiguous_format)  # safetensors accepts no views
     return theirs
@@ -231,13 +236,13 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int, folder) -
     rest = {name: tensor for name, tensor in with_model_prefix(tensors, config).items()
             if not name.endswith(constants)}
     weights = {}
-    for row in table(config, vocab_size):
-        parts = [take_part(rest, name, rows, row, folder) for name, rows in row.parts]
+    for spec in weight_specs(config, vocab_size):
+        parts = [take_part(rest, name, rows, spec, folder) for name, rows in spec.parts]
         weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        if config.bias or not row.name.endswith(("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")):
-            weights[row.name] = weight
+        if config.bias or not spec.name.endswith(("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")):
+            weights[spec.name] = weight
         elif weight.any():
-            name, _ = row.parts[-1]
+            name, _ = spec.parts[-1]
             raise ValueError(f"{folder}: tensor {name} is not zero, but the entry nanote in config.json says "
                              "bias false; remove that entry")
     if config.tie_embeddings:
@@ -258,12 +263,12 @@ def with_model_prefix(tensors: dict[str, torch.Tensor], config) -> dict[str, tor
     return {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def take_part(tensors: dict[str, torch.Tensor], name: str, rows: int, row: Weight, folder) -> torch.Tensor:
+def take_part(tensors: dict[str, torch.Tensor], name: str, rows: int, spec: WeightSpec, folder):
     """Remove a tensor that is a part of a weight of ours, and return it in our layout."""
-    if row.columns is None:
+    if spec.columns is None:
         shape = (rows,)
     else:
-        shape = (row.columns, rows) if row.is_transposed else (rows, row.columns)
+        shape = (spec.columns, rows) if spec.is_transposed else (rows, spec.columns)
     if name not in tensors:
         raise ValueError(f"{folder}: tensor {name} is missing; config.json asks for {shape}")
     part = tensors.pop(name)
@@ -272,4 +277,4 @@ def take_part(tensors: dict[str, torch.Tensor], name: str, rows: int, row: Weigh
                          f"{shape}")
     if part.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{folder}: tensor {name} is {part.dtype}; save the model in bfloat16")
-    return part.T if row.is_transposed else part
+    return part.T if spec.is_transposed else part

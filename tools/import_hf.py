@@ -11,27 +11,27 @@
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
 """
-import signal
+import sys
+from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
 import functools
 import os
 import shlex
-import sys
+import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from nanote import checkpoint, models, optimizers
-from nanote.config import TrainConfig, in_a_line, parse, run_command
+from nanote.command import in_a_line, parse, run_command
+from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer
 from nanote.tokens import new_folder
 from tools import hf_weights
@@ -52,9 +52,10 @@ class ImportConfig:
     tokenizer: str | None = None  # Its name for data.py; None: recognized. Another gives ids new meanings.
 
 
-def import_(folder, run, tokenizer: str | None = None) -> Path:
+def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     """Create the run folder `run` with a checkpoint of step 0, and return the path of the checkpoint."""
-    folder, run = Path(folder), Path(run)
+    folder = Path(folder)
+    run = Path(run)
     if os.path.lexists(run):
         raise ValueError(f"{run}: exists; name another folder for the run")
     if checkpoint.step_of(run) is not None:
@@ -69,7 +70,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     for name in ("n_kv_head", "head_dim", "n_inner"):  # the model derives those that are None
         setattr(config, name, getattr(model_config, name))
     model = build_imported(folder, config, model_config, hf.vocab_size)
-    meta = {"config": dataclasses.asdict(config), "model": models.network(config.model),
+    meta = {"config": dataclasses.asdict(config), "model": models.portable_name(config.model),
             "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
     adamw = torch.optim.AdamW(model.parameters())
@@ -127,12 +128,12 @@ def read_model(folder: Path, rows: int):
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
     model_config = models.make_model_config("optimized", options | {"use_fp8": False})
-    return read_weights(folder, model_config, hf.vocab_size, rows), vars(model_config)
+    return padded_weights(folder, model_config, hf.vocab_size, rows), vars(model_config)
 
 
-def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
+def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
     """Return the weights of the folder, with embeddings of `rows` rows: new ones are the mean."""
-    weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size, folder)
+    weights = hf_weights.from_hf(read_safetensors(folder), model_config, vocab_size, folder)
     padding = max(0, rows - vocab_size)
     for name in ("wte.weight", "lm_head.weight"):
         if name in weights:
@@ -144,18 +145,18 @@ def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict
 
 def build_imported(folder: Path, config, model_config, vocab_size: int):
     """Build the optimized model with the weights of the folder, in their widest dtype."""
-    weights = read_weights(folder, model_config, vocab_size, config.vocab_size)
+    weights = padded_weights(folder, model_config, vocab_size, config.vocab_size)
     dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
     # the checkpoint stores the state of the random generator: the same for every import
     torch.manual_seed(config.seed)
-    model = models.build_model(config.model, model_config, dtype=dtype)
+    model = models.instantiate(config.model, model_config, dtype=dtype)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(weights[key])
     return model
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the files that transformers reads; float16 as float32, which is exact."""
     from safetensors.torch import load_file
 
@@ -179,9 +180,10 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def main(argv=None) -> None:
     config = parse(ImportConfig, argv, "tools/import_hf.py", __doc__)
-    folder = import_(config.folder, config.run, config.tokenizer)
+    folder = import_folder(config.folder, config.run, config.tokenizer)
     name = checkpoint.read_meta(folder)["tokenizer"].rsplit("@", 1)[0]  # hf:DIR of hf:DIR@CHECKSUM
-    run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
+    run = shlex.quote(str(config.run))
+    tokenizer = shlex.quote(name)
     print(f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
           f"  python sample.py {run} --temperature 0")
     if name.startswith("hf:") and has_chat_template(config.folder):
