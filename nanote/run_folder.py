@@ -12,7 +12,7 @@ from nanote.own_model import is_file
 
 
 def open_folder(config) -> str:
-    """Make the folder of a run: --out-dir, else out/<preset>, or the next out/<preset>-<n>. Return its path."""
+    """Make the folder of a run: --out-dir, or the next free of out/<preset>, out/<preset>-2, … Return it."""
     folder = config.out_dir
     if folder is None:
         folder = next_free_folder(f"out/{config.preset}")
