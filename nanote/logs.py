@@ -303,7 +303,7 @@ class Log:
         return line
 
     @contextlib.contextmanager
-    def fp8_health(self, step: int, model):
+    def measure_fp8_health(self, step: int, model):
         """Write the FP8 health of the step inside."""
         with health.watch(model):
             yield

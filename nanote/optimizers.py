@@ -17,9 +17,9 @@ from nanote import parallel, recipes
 class Optimizer:
     """One optimizer, or several for different parameters of a model, as a training step uses them."""
 
-    def __init__(self, model, *parts, fast_adam=None):
-        """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
-        self.parts = list(parts)
+    def __init__(self, model, *optimizers, fast_adam=None):
+        """`optimizers`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
+        self.optimizers = list(optimizers)
         self.parameters = parallel.local_parameters(model)
         self.mesh = parallel.mesh(model)  # of ranks that have a shard each
         self.fast_adam = fast_adam
@@ -28,13 +28,13 @@ class Optimizer:
 
     @property
     def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict:
         state = {}
-        for part in self.parts:
-            state |= part.state
+        for optimizer in self.optimizers:
+            state |= optimizer.state
         return state
 
     def set_lr(self, lr: float) -> None:
@@ -68,8 +68,8 @@ class Optimizer:
         if self.fast_adam is None:
             if not skip:  # waits for the GPU, which costs little where Python launches every kernel
                 torch._foreach_mul_(self._gradients(), gradient_scale)
-                for part in self.parts:
-                    part.step()
+                for optimizer in self.optimizers:
+                    optimizer.step()
             return
         # FastAdam multiplies gradients as it reads them; a scale of NaN is its signal to skip the step
         scale = torch.where(skip, math.nan, gradient_scale)

@@ -94,7 +94,7 @@ def test_muon_keeps_updates_that_bf16_cannot_hold():
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
     model = make_model()
-    muon, adamw = make_optimizer(model, TrainConfig(optimizer="muon")).parts
+    muon, adamw = make_optimizer(model, TrainConfig(optimizer="muon")).optimizers
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     of_adamw = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
