@@ -191,7 +191,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
                     log.add_without_labels(step)
                 else:
                     if is_due(step, config.fp8_health_interval):
-                        with log.measure_fp8_health(step, model):  # by hooks, which a replayed graph does not run
+                        with log.measure_fp8_health(step, model):  # its hooks do not run in a replay
                             loss = run_micro_batches(functions.eager_forward_backward, batches)
                     else:
                         loss = run_micro_batches(functions.forward_backward, batches)
