@@ -74,7 +74,7 @@ def main(config: TrainConfig) -> None:
     profiling.check_steps(config.profile)
     gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers, which ranks reduce
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
-    load_weights(config, model, optimizer, loader, source, resumed_meta, first_step)
+    load_weights(config, model, optimizer, loader, source, first_step, resumed_meta)
 
     # the run's folder, and training
     config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
@@ -296,7 +296,7 @@ def compile_model(config, model, loader) -> None:
     check_first_pass(model, loader.batches(1)[0].inputs)
 
 
-def load_weights(config, model, optimizer, loader, source, resumed_meta, first_step: int) -> None:
+def load_weights(config, model, optimizer, loader, source, first_step: int, resumed_meta) -> None:
     """Load the checkpoint `source` or the weights of --init-from, and find the first FP8 scales if needed."""
     scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
