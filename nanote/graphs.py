@@ -39,7 +39,7 @@ class CudaGraph:
     """
 
     def __init__(self, function, keep=None):
-        """`keep`: returns objects whose tensors the graphs use; called before each capture."""
+        """`keep`: returns objects whose tensors the graphs use, to keep them; called before each capture."""
         self.function = function
         self.keep = keep
         self.stream = torch.cuda.Stream()  # PyTorch needs the calls before a capture on the capturing stream

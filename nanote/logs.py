@@ -152,14 +152,16 @@ class Log:
 
     def start(self, model, reason: str) -> None:
         """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
-        config, loader = self.config, self.loader
+        config = self.config
+        loader = self.loader
         if loader.device.type == "cuda" and not own_model.is_file(config.model):
             size = sum(parameter.numel() for parameter in model.parameters())
             self.flops = flops_per_token(model.config, size, config.seq_len)
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
         self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {device}, "
                  f"{models.describe_fp8(model, config)}; {models.describe(model)}")
-        tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
+        tokens = loader.meta["train_tokens"]
+        tokens_per_step = loader.tokens_per_step
         epochs = loader.samples_before(config.max_steps + 1) * config.seq_len / tokens
         line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
         if epochs > MAX_EPOCHS:
