@@ -20,9 +20,9 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -32,11 +32,13 @@ from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State
-from nanote.optimizers import make_optimizer
+from nanote.optimizers import clipping_scale, make_optimizer
 from nanote.options import read_options
 from nanote.own_model import check_first_pass, is_file
 from nanote.schedule import learning_rate, report_long_warmup
 from nanote.tokens import Loader, check_tokenizer
+
+VALUES_PER_THREAD = 2**19  # of an activation on a CPU, for which another thread pays
 
 
 def main(config: TrainConfig) -> None:
@@ -47,39 +49,48 @@ def main(config: TrainConfig) -> None:
     resumed_meta = checkpoint.read_meta(source) if source else {}  # of the checkpoint; {}: a new run
     first_step = resumed_meta.get("step", 0) + 1
 
+    # data
     loader = Loader(config, "train", ranks, device)
     val_loader = Loader(config, "val", ranks, device)
     fit_to_data(config, loader.meta, resumed_meta)
     config.check_graphable(recipes.has_fp8_gpu(device))
 
+    # model and optimizer
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
     model = build_model(config, device, resumed_meta.get("model_config"))
-    compile_and_check(config, model, loader)
+    if is_file(config.model):  # a loss of another shape would else end the first step in a traceback
+        check_first_pass(model, loader.batches(1)[0].inputs)  # also finds which of its GEMMs run in FP8
+    if config.compile:
+        compile_model(config, model, loader)
     optimizer = make_optimizer(model, config)  # adamw | muon, with float32 masters of BF16 weights
     if config.eval_only:
         checkpoint.load(source, model, optimizer)
         print_val_loss(config, model, val_loader, source)
         return
+
+    # training state
     profiling.check_steps(config.profile)
     gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers, which ranks reduce
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
-    load_weights(config, model, optimizer, loader, source, resumed_meta)
+    load_weights(config, model, optimizer, loader, source, first_step, resumed_meta)
 
-    config.out_dir = parallel.on_rank0(
-        lambda: run_folder.open_folder(config.out_dir, config.preset, config.resume))
+    # the run's folder, and training
+    config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
     checkpoints = checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints)
     with checkpoint.lock(config.out_dir), closing(checkpoints):
-        parallel.on_rank0(lambda: run_folder.write_start(config, source, first_step))
-        last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta)
+        parallel.on_rank0(lambda: run_folder.start_logs(config, source, first_step))
+        last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, first_step,
+                          resumed_meta)
     if failure := checkpoints.error():  # of the last checkpoint
         raise failure
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
 
 
-class StepFunctions(NamedTuple):
+@dataclass
+class StepFunctions:
     """A training step: forward_backward for each of its micro-batches, and then update. See make_step."""
 
     forward_backward: Callable  # replayed as CUDA graphs where that is possible, and so is update
@@ -91,10 +102,13 @@ class StepFunctions(NamedTuple):
 
 def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
     """Return the functions of a training step on this device."""
-    fp8_state = FP8State(model)  # scales and amax histories, which the passes of a step change
-    # Weights change once a step, so with accumulation only its first micro-batch quantizes them to FP8.
-    caches_fp8 = (config.grad_accum > 1 and not config.compile
-                  and models.takes_argument(model, "is_first_microbatch"))
+    # Under delayed scaling a forward pass ends with new scales of inputs and weights, and a backward pass
+    # with those of gradients. This remembers the scales and amax histories from before the step.
+    fp8_state = FP8State(model)
+    # Weights change once a step, so with accumulation only its first micro-batch quantizes them to FP8. Not
+    # under torch.compile, which would compile the model again for each value of the flag.
+    caches_fp8_weights = (config.grad_accum > 1 and not config.compile
+                          and models.takes_argument(model, "is_first_microbatch"))
 
     def forward_backward(batch, *, first: bool, last: bool):
         """Add the gradients of a micro-batch to those of the step. Return its share of the loss, ()."""
@@ -102,85 +116,99 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
             fp8_state.save()
         if first and config.compile:
             torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's tensors
-        options = {"is_first_microbatch": first} if caches_fp8 else {}
-        with gradients.accumulate(first, last):  # first: overwrite the sum; last: reduce it over ranks
+        options = {"is_first_microbatch": first} if caches_fp8_weights else {}
+        # The first micro-batch overwrites the gradients of the last step, so that nothing zeroes them; after
+        # the last micro-batch ranks reduce their sums.
+        with gradients.accumulate(first, last):
             # Gradients are summed over micro-batches and ranks, so each loss is divided by their number:
             # grad_accum * ranks, or, where micro-batches have fewer labels or more, a number for each.
             loss = model(*batch.inputs, **options) / batch.divisor
-            # 1, or NaN for a loss that is not finite. Then every gradient is NaN, and through the reduction
-            # every rank sees a norm that is NaN and skips the step.
-            seed = 1 + 0 * loss.detach()
-            loss.backward(seed)
+            # 1, or NaN for a loss that is not finite: 0 * inf is NaN. Then every gradient is NaN, and through
+            # the reduction every rank sees a norm that is NaN and skips the step.
+            grad_output = 1 + 0 * loss.detach()
+            loss.backward(grad_output)
         return loss.detach()
 
     def update():
         """Clip the gradients and update the weights. Return the gradient norm before clipping, ()."""
-        gradients.set_grad()
-        norm = optimizer.clip_gradients(config.grad_clip)
+        gradients.set_grad()  # parameter.grad: its part of the flat buffers, None without a gradient
+        norm = optimizer.gradient_norm()
+        gradient_scale = clipping_scale(norm, config.grad_clip)
         # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
-        is_finite = norm.isfinite()
-        fp8_state.restore(unless=is_finite)
-        optimizer.step(skip=~is_finite)
+        is_skipped = ~norm.isfinite()
+        fp8_state.restore(when=is_skipped)
+        optimizer.step(gradient_scale, skip=is_skipped)  # clips: multiplies the gradients by the scale
         return norm
 
-    eager_forward_backward, eager_update = forward_backward, update
+    functions = StepFunctions(
+        forward_backward=forward_backward, update=update,
+        eager_forward_backward=forward_backward, eager_update=update, fp8_state=fp8_state)
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):  # without these lines everything still trains
         from nanote.graphs import CudaGraph
 
-        def graph_state():  # what the graphs read and write must live as long as they do
-            return [*recipes.kept_state(model), dict(vars(fp8_state))]
+        def kept_tensors():  # a graph has only addresses of what it reads and writes
+            return [*recipes.kept_state(model), *fp8_state.kept_tensors()]
 
-        forward_backward = CudaGraph(forward_backward, graph_state)
+        # One graph for each pair (first, last). The first two calls of a pair run from Python, then it is
+        # captured. Gradients, moments and learning rate are tensors, whose new values a replay reads.
+        functions.forward_backward = CudaGraph(forward_backward, kept_tensors)
         if optimizer.capturable:
-            update = CudaGraph(update, graph_state)
-    return StepFunctions(forward_backward, update, eager_forward_backward, eager_update, fp8_state)
+            functions.update = CudaGraph(update, kept_tensors)
+    return functions
 
 
-def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta) -> int:
-    """Train to the last step or a stop request, and return that step.
+def run_micro_batches(forward_backward: Callable, batches: list) -> torch.Tensor:
+    """Run the forward and backward passes of a step. Return this rank's share of its loss, ()."""
+    loss = 0  # a tensor after the first addition, which stays on the device
+    for i, batch in enumerate(batches):
+        is_last = i == len(batches) - 1
+        loss += forward_backward(batch, first=i == 0, last=is_last)
+    return loss
+
+
+def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, first_step: int,
+          resumed_meta: dict) -> int:
+    """Train from first_step to the last step or a stop request, and return that step.
 
     resumed_meta: meta.json of the checkpoint that the run continues, {} for a new run.
     """
-    step = resumed_meta.get("step", 0)
-    first_step = step + 1
     functions = make_step(config, model, optimizer, gradients, loader.device)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
     log = logs.Log(config, loader, first_step, skipped_before=resumed_meta.get("skipped", ()))
     log.start(model, gradients.undivided_reason)
     report_long_warmup(config, log.say)
-    profiler = profiling.make_profiler(config.profile, config.out_dir, loader.device)
-    with closing(stop), closing(log), profiler as profile:
+    profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
+    step = first_step - 1
+    with closing(stop), closing(log), profiler:
         for step in range(first_step, config.max_steps + 1):
             optimizer.set_lr(learning_rate(step, config))
-            batches = loader.batches(step) if loader.has_labels(step) else []
-            forward_backward, measure_health = functions.forward_backward, nullcontext()
-            if is_due(step, config.fp8_health_interval):  # by hooks, which a replayed graph does not run
-                forward_backward = functions.eager_forward_backward
-                measure_health = log.fp8_health(step, model)
+            has_labels = loader.has_labels(step)  # on any rank, so all ranks agree; else all are prompts
+            batches = loader.batches(step) if has_labels else []
 
-            with profile(step):
-                if batches:
-                    loss = 0  # becomes this rank's share of the step's loss, and stays on the device
-                    with measure_health:
-                        for i, batch in enumerate(batches):
-                            loss += forward_backward(batch, first=i == 0, last=i == len(batches) - 1)
+            with profiler.step(step):
+                if not has_labels:
+                    log.add_without_labels(step)
+                else:
+                    if is_due(step, config.fp8_health_interval):
+                        with log.measure_fp8_health(step, model):  # its hooks do not run in a replay
+                            loss = run_micro_batches(functions.eager_forward_backward, batches)
+                    else:
+                        loss = run_micro_batches(functions.forward_backward, batches)
                     norm = functions.update()
                     log.add(step, loss, norm)
-                else:  # all tokens of the step are prompts: there is nothing to learn
-                    log.add_without_labels(step)
 
             is_last = step == config.max_steps
             is_stopped = stop.agreed()  # by all ranks
-            should_log = is_due(step, config.log_interval, also=(step == 1 or is_last or is_stopped))
-            should_eval = is_due(step, config.eval_interval, also=(step == 1 or is_last))
-            should_save = is_due(step, config.checkpoint_interval, also=(is_last or is_stopped))
+            should_log = is_due(step, config.log_interval, also_if=(step == 1 or is_last or is_stopped))
+            should_eval = is_due(step, config.eval_interval, also_if=(step == 1 or is_last))
+            should_save = is_due(step, config.checkpoint_interval, also_if=(is_last or is_stopped))
             if not (should_log or should_eval or should_save):
                 continue
-            log.read()  # waits for the GPU
-            log.say_outliers(step, functions.fp8_state, updates=config.grad_accum)
+            log.read()  # waits for the GPU; raises Diverged after the eleventh skipped step
+            log.say_outliers(step, functions.fp8_state, updates_per_step=config.grad_accum)
             if failure := checkpoints.error():  # of the previous checkpoint
                 log.say(f"step {step}: {failure}; training continues")
-            record = log.record(step, optimizer.lr)
+            record = log.take_record(step, optimizer.lr)
             if should_eval:
                 record |= validate(model, val_loader, config.eval_tokens, config.compile, without_fp8=is_last)
             log.write(record)
@@ -193,9 +221,9 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
     return step
 
 
-def is_due(step: int, interval: int, also: bool = False) -> bool:
-    """Return whether a step is a multiple of `interval`, or `also` is true. An interval of 0 means never."""
-    return interval > 0 and (step % interval == 0 or also)
+def is_due(step: int, interval: int, also_if: bool = False) -> bool:
+    """Return whether a step is a multiple of `interval`, or `also_if` is true. Interval 0: never."""
+    return interval > 0 and (step % interval == 0 or also_if)
 
 
 # ---------------------------------------------------------------- the parts of a run
@@ -214,18 +242,21 @@ def prepare_device(config, ranks) -> torch.device:
 
 def prepare_cpu(activation_size: int) -> None:
     """Raise ValueError unless the engine runs here, and use fewer threads if an activation has few values."""
-    if recipes.ENGINE == "fast" and not recipes.te.unsupported_reason() and not torch.cuda.is_available():
-        from fast_kernels import interpreter  # TRITON_INTERPRET=1
+    if recipes.is_interpreted():
+        from fast_kernels import interpreter
         interpreter.install()
     elif not recipes.IS_REFERENCE:
         raise ValueError(f"--device cpu: {recipes.te.__name__} needs a GPU; set NANOTE_ENGINE=reference")
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
-        useful_threads = min(torch.get_num_threads(), activation_size // 2**19)
+        useful_threads = min(torch.get_num_threads(), activation_size // VALUES_PER_THREAD)
         torch.set_num_threads(max(1, useful_threads))
 
 
 def fit_to_data(config, data: dict, resumed_meta: dict) -> None:
-    """Set vocab_size and n_positions of the model for the data. `data`: meta.json of the token files."""
+    """Check the tokenizer of a resumed run, and set vocab_size and n_positions of the model for the data.
+
+    data: meta.json of the token files.
+    """
     if resumed_meta:  # a resumed run may read other data, made with the same tokenizer
         check_tokenizer(config.data, data["tokenizer"], resumed_meta["tokenizer"])
     needed = data["vocab_size"]
@@ -233,8 +264,8 @@ def fit_to_data(config, data: dict, resumed_meta: dict) -> None:
     if config.vocab_size is None:
         config.vocab_size = padded
     if config.vocab_size < needed:
-        raise ValueError(f"--vocab-size {config.vocab_size}: the data needs more; pass {padded} or leave it "
-                         "out")
+        raise ValueError(f"--vocab-size {config.vocab_size}: the data needs more; "
+                         f"pass {padded} or leave it out")
     if config.n_positions is None:
         config.n_positions = config.seq_len
 
@@ -256,43 +287,37 @@ def build_model(config, device, model_config: dict | None = None):
     return distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
 
 
-def compile_and_check(config, model, loader) -> None:
-    """Compile the model with --compile; run a pass of it, or of a user's own, to find its mistakes."""
-    if is_file(config.model):
-        # Now, before the run has a folder: a loss of another shape or an operation without a gradient would
-        # else end the first step in a traceback. It also finds which of its GEMMs run in FP8.
-        check_first_pass(model, loader.batches(1)[0].inputs)
-    if config.compile:
-        if parallel.rank() == 0:
-            print("compiling, usually 30 to 70 s", flush=True)
-        model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-        check_first_pass(model, loader.batches(1)[0].inputs)  # compiles, or names the graph break
+def compile_model(config, model, loader) -> None:
+    """Let torch.compile compile the model, in a first pass, which names a graph break."""
+    if parallel.rank() == 0:
+        print("compiling, usually 30 to 70 s", flush=True)
+    model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+    check_first_pass(model, loader.batches(1)[0].inputs)
 
 
-def load_weights(config, model, optimizer, loader, source, resumed_meta) -> None:
+def load_weights(config, model, optimizer, loader, source, first_step: int, resumed_meta) -> None:
     """Load the checkpoint `source` or the weights of --init-from, and find the first FP8 scales if needed."""
+    scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
         loader.continue_from(source, resumed_meta)  # a step may have another number of samples now
         checkpoint.load(source, model, optimizer)
-        saved_scales = resumed_meta
+        scales_meta = resumed_meta
     elif config.init_from:
-        saved_scales = init_from(config, model, optimizer, loader.meta)
-    else:
-        saved_scales = {}
-    if needs_first_scales(model, config, loader.tokens_per_step, saved_scales):
-        step = resumed_meta.get("step", 0) + 1
-        inputs = [batch.inputs for batch in loader.batches(step)]
+        scales_meta = load_init_from(config, model, optimizer, loader.meta)
+    if needs_first_scales(model, config, loader.tokens_per_step, scales_meta):
+        inputs = [batch.inputs for batch in loader.batches(first_step)]  # which `train` reads again
         recipes.find_first_scales(model, inputs, config.grad_accum * loader.ranks.count)
 
 
-def init_from(config, model, optimizer, data: dict) -> dict:
+def load_init_from(config, model, optimizer, data: dict) -> dict:
     """Copy the weights that --init-from names to a new run's model. Return the source's meta.json if its FP8
     scales were copied too, else {}. `data`: meta.json of the token files."""
     folder = Path(config.init_from)
     if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
-        tensors, meta = None, checkpoint.read_meta(checkpoint.find(folder))
+        meta = checkpoint.read_meta(checkpoint.find(folder))
         check_tokenizer(config.data, data["tokenizer"], meta["tokenizer"])
         source_config = meta["model_config"]
+        tensors = None  # start_from reads them from the checkpoint
     else:
         from tools.import_hf import read_model  # needs transformers
         weights, source_config = read_model(folder, rows=config.vocab_size)
@@ -303,19 +328,19 @@ def init_from(config, model, optimizer, data: dict) -> dict:
     return meta if has_all_tensors else {}
 
 
-def needs_first_scales(model, config, tokens_per_step: int, saved_scales: dict) -> bool:
+def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -> bool:
     """Return whether first scales must be found: delayed scaling has none, or those of a checkpoint are for
     another format, for other layers, or for smaller gradients (more tokens a step).
 
-    saved_scales: meta.json of the checkpoint that they come from; {}: there is none.
+    scales_meta: meta.json of the run whose scales were loaded; {}: none were.
     """
     if not recipes.uses_delayed_scaling(model):
         return False
-    if not saved_scales or recipes.is_fresh(model):
+    if not scales_meta or recipes.is_fresh(model):
         return True
-    if tokens_per_step < saved_scales.get("tokens_per_step", 0):  # gradients are larger now
+    if tokens_per_step < scales_meta.get("tokens_per_step", 0):  # gradients are larger now
         return True
-    saved_options = saved_scales["config"]
+    saved_options = scales_meta["config"]
     for name in ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last"):
         value = getattr(config, name)
         if saved_options.get(name, value) != value:
@@ -331,10 +356,7 @@ def run(argv=None) -> int:
     try:
         main(config)
     except logs.Diverged as error:
-        advice = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
-        if config.fp8_recipe != "none":
-            advice.append("--fp8-recipe " + ("current" if config.fp8_recipe == "delayed" else "none"))
-        print(f"train.py: {error}; try {', '.join(advice[:-1])} or {advice[-1]}", file=sys.stderr)
+        print(f"train.py: {error}; try {advice_for(config)}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / 2**30
@@ -343,6 +365,16 @@ def run(argv=None) -> int:
               "--gradient-checkpointing, --loss-chunks 8 or --moment-dtype bfloat16", file=sys.stderr)
         return 1
     return 0
+
+
+def advice_for(config) -> str:
+    """Return the options that may help a run that diverged."""
+    grad_clip = config.grad_clip / 2 if config.grad_clip > 0 else 1.0
+    advice = f"--lr {config.lr / 3:.1e}"
+    if config.fp8_recipe == "none":
+        return f"{advice} or --grad-clip {grad_clip}"
+    recipe = "current" if config.fp8_recipe == "delayed" else "none"
+    return f"{advice}, --grad-clip {grad_clip} or --fp8-recipe {recipe}"
 
 
 if __name__ == "__main__":

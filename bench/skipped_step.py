@@ -75,15 +75,15 @@ def difference(with_state, without) -> tuple[float, float]:
     return own_launches, own_us
 
 
-def host_ms(fp8_state, finite) -> float:
+def host_ms(fp8_state, skipped) -> float:
     """Return the median ms that the host needs for save and restore."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         fp8_state.save()
-        fp8_state.restore(unless=finite)
+        fp8_state.restore(when=skipped)
         times.append(1e3 * (time.perf_counter() - start))
-        if finite.is_cuda:
+        if skipped.is_cuda:
             torch.cuda.synchronize()  # else the host would wait for a full queue
     return statistics.median(times)
 
@@ -99,21 +99,21 @@ def make(config, device, batches):
 def measure_host(config, device) -> dict:
     """Return what needs no trace. Call it before any: a profiler slows later launches of its process."""
     step = make(config, device, steps.make_batches(config, device))
-    finite = torch.tensor(True, device=device)
-    return {"host_ms": host_ms(step.fp8_state, finite), "kernels": step.kernels,
+    skipped = torch.tensor(False, device=device)
+    return {"host_ms": host_ms(step.fp8_state, skipped), "kernels": step.kernels,
             "state_bytes": sum(tensor.nbytes for tensor in step.fp8_state.tensors)}
 
 
 def measure_gpu(config, device, count: int) -> dict:
     """Return GPU times of save, restore and the whole step, in microseconds."""
     batches = steps.make_batches(config, device)
-    finite = torch.tensor(True, device=device)
+    skipped = torch.tensor(False, device=device)
     step = make(config, device, batches)
     with_state = traced(lambda: step(batches, 1e-5), count)
 
     def save_and_restore():
         step.fp8_state.save()
-        step.fp8_state.restore(unless=finite)
+        step.fp8_state.restore(when=skipped)
 
     alone_launches, alone_us = traced(CudaGraph(save_and_restore), count)
     step = None

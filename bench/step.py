@@ -8,6 +8,7 @@ An arm is one way to train the same network at the same shape: "plain", "bf16", 
 import dataclasses
 import gc
 import re
+from functools import partial
 
 import torch
 
@@ -119,8 +120,10 @@ class Training:
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):
         """`batches`: micro-batches to find the first scales of delayed scaling with."""
         torch.manual_seed(config.seed)
-        self.config, self.world_size = config, parallel.world_size()
-        self.model = self.forward = train.build_model(config, device)
+        self.config = config
+        self.world_size = parallel.world_size()
+        self.model = train.build_model(config, device)
+        self.forward = self.model
         self.kernels = models.describe(self.model)
         self.optimizer = make_optimizer(self.model, config)
         self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
@@ -131,7 +134,8 @@ class Training:
             recipes.find_first_scales(self.model, batches, divisor)
         self.divisor = torch.tensor(float(divisor), device=device)
         self.functions = train.make_step(config, self.model, self.optimizer, self.gradients, device)
-        self.update, self.fp8_state = self.functions.eager_update, self.functions.fp8_state
+        self.update = self.functions.eager_update
+        self.fp8_state = self.functions.fp8_state
         self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
 
     def forward_backward(self, batch, *, first: bool, last: bool, eager=False):
@@ -144,7 +148,5 @@ class Training:
         """Train one step; return the mean loss of this rank and the gradient norm, each () on the device.
         eager: launch forward and backward pass from Python."""
         self.optimizer.set_lr(lr)
-        loss = 0
-        for i, batch in enumerate(batches):
-            loss += self.forward_backward(batch, first=i == 0, last=i == len(batches) - 1, eager=eager)
+        loss = train.run_micro_batches(partial(self.forward_backward, eager=eager), batches)
         return loss * self.world_size, self.functions.update()

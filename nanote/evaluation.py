@@ -10,6 +10,7 @@ from nanote import logs, parallel, recipes
 def evaluate(model, val_loader, tokens: int, is_compiled: bool = False) -> float:
     """Return the mean validation loss in nats per token, over `tokens` tokens of all ranks. Collective."""
     nats_and_labels = torch.zeros(2, dtype=torch.float64, device=val_loader.device)
+    # Without gradients and in evaluation mode, torch.compile would compile the model a second time.
     uncompiled = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     model.eval()
     with recipes.preserved_state(model), uncompiled:

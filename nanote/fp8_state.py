@@ -6,9 +6,11 @@
         for batch in batches:
             model(*batch).backward()  # updates scales and amax histories
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        fp8_state.restore(unless=norm.isfinite())  # does not wait for the GPU
-        if norm.isfinite():
+        is_skipped = ~norm.isfinite()
+        fp8_state.restore(when=is_skipped)  # does not wait for the GPU
+        if not is_skipped:
             optimizer.step()
+        optimizer.zero_grad()
 
 An amax history holds one huge value for as many steps as it has rows, and scales made for it flush everything
 else to zero. So a step that is skipped must leave scales and histories as they were, like the weights.
@@ -27,7 +29,10 @@ class FP8State:
     """Scales and amax histories of a model, all on one device, and what they were before a step.
 
     Both methods of a step are a few kernels on fixed memory, without a host synchronization: CUDA graphs can
-    capture them. A graph needs this object for as long as it lives. Without delayed scaling nothing happens.
+    capture them. A graph needs `kept_tensors` while it lives. Without delayed scaling they do nothing.
+
+    The tensors of the state are many and small, so each method copies all of them at once: before the step
+    `tensors` to `saved`; after it `tensors` to `new`, and `new`, or what is in `saved`, back to `tensors`.
     """
 
     def __init__(self, model):
@@ -38,11 +43,8 @@ class FP8State:
         self.flat = []  # the same memory, one-dimensional
         self.saved = None  # the values of all tensors before the step, one after the other
         self.new = None  # their values after the step, or again those before it
-        self.parts = []  # views of `new`, one for each tensor
-        self.old_scales = None  # the scales among `saved`
-        self.new_scales = None  # the scales among `new`
-        self.steps = None  # () int32, counted by `restore`
-        self.fell_at = None  # int32, for each scale the step in which it fell last; 0: it did not
+        self.new_views = []  # of `new`, one for each tensor
+        self.fallen = None  # FallenScales
 
     @torch.no_grad()
     def save(self) -> None:
@@ -52,30 +54,32 @@ class FP8State:
             torch.cat(self.flat, out=self.saved)
 
     @torch.no_grad()
-    def restore(self, unless: torch.Tensor) -> None:
-        """Restore the state that `save` remembered if `unless` is False. `unless`: bool tensor without
-        dimensions, on the state's device. Call it after the last backward pass of the step."""
+    def restore(self, when: torch.Tensor) -> None:
+        """Restore the state that `save` remembered if `when` is True. `when`: bool tensor without dimensions,
+        on the state's device. Call it after the last backward pass of the step."""
         self._refresh()  # the first step creates the state
         if not self.tensors:
             return
         torch.cat(self.flat, out=self.new)
-        torch.where(unless, self.new, self.saved, out=self.new)
-        torch._foreach_copy_(self.flat, self.parts)
-        self.steps.add_(1)
-        has_fallen = self.old_scales > OUTLIER_FACTOR * self.new_scales
-        torch.where(has_fallen, self.steps, self.fell_at, out=self.fell_at)
+        torch.where(when, self.saved, self.new, out=self.new)
+        torch._foreach_copy_(self.flat, self.new_views)
+        self.fallen.update()
+
+    def kept_tensors(self) -> list:
+        """Return the tensors that a captured CUDA graph of both methods uses."""
+        if not self.tensors:
+            return []
+        return [*self.tensors, self.saved, self.new, self.fallen.steps, self.fallen.fell_at]
 
     def outliers(self) -> list[tuple[str, int, int]]:
         """Return the scales that fell by more than OUTLIER_FACTOR within a step since the last call, earliest
         first: ("blocks.0.mlp fc1_input", how many steps ago, rows of its history). Waits for the device."""
         if not self.tensors:
             return []
-        steps, *fell_at = torch.cat([self.steps.view(1), self.fell_at]).tolist()  # one wait for both
-        self.fell_at.zero_()
         outliers = []
-        for (name, rows), step in zip(self._names(), fell_at):
-            if step > 0:
-                outliers.append((name, steps - step, rows))
+        for (name, rows), steps_ago in zip(self._names(), self.fallen.take()):
+            if steps_ago is not None:
+                outliers.append((name, steps_ago, rows))
         return sorted(outliers, key=lambda outlier: outlier[1], reverse=True)
 
     def _states(self):
@@ -104,7 +108,7 @@ class FP8State:
         return names
 
     def _sources(self) -> list:
-        """Return what decides which tensors the state has, to compare by identity. This runs twice a step."""
+        """Return what decides which tensors the state has, to compare by identity."""
         objects = []
         for _, module in self.modules:
             meta = module.fp8_meta
@@ -116,7 +120,9 @@ class FP8State:
         return objects
 
     def _refresh(self) -> None:
-        """Collect the tensors again if they changed: on their creation, or for another recipe."""
+        """Collect the tensors again if they changed: on their creation, or for another recipe or history.
+
+        This runs twice a step, except in a replayed CUDA graph."""
         sources = self._sources()
         if are_identical(sources, self.sources):
             return
@@ -135,12 +141,9 @@ class FP8State:
         saved = [saved_before.get(id(tensor), value) for tensor, value in zip(self.tensors, initial)]
         self.saved = torch.cat(saved)
         self.new = torch.empty_like(self.saved)
-        self.parts = self.new.split([flat.numel() for flat in self.flat])
+        self.new_views = self.new.split([flat.numel() for flat in self.flat])
         count = sum(scale.numel() for scale in scales)
-        self.old_scales = self.saved[:count]
-        self.new_scales = self.new[:count]
-        self.steps = torch.zeros((), dtype=torch.int32, device=self.saved.device)
-        self.fell_at = torch.zeros(count, dtype=torch.int32, device=self.saved.device)
+        self.fallen = FallenScales(self.saved[:count], self.new[:count])
 
     def _saved_values(self) -> dict[int, torch.Tensor]:
         """Return {id of a tensor: its values before the step}."""
@@ -148,6 +151,30 @@ class FP8State:
             return {}
         values = self.saved.split([tensor.numel() for tensor in self.tensors])
         return {id(tensor): value for tensor, value in zip(self.tensors, values)}
+
+
+class FallenScales:
+    """In which step each scale fell by more than OUTLIER_FACTOR."""
+
+    def __init__(self, old_scales: torch.Tensor, new_scales: torch.Tensor):
+        """Both (n,): the scales before and after a step, in memory that stays."""
+        self.old_scales = old_scales
+        self.new_scales = new_scales
+        self.steps = torch.zeros((), dtype=torch.int32, device=old_scales.device)  # number of `update` calls
+        self.fell_at = torch.zeros_like(old_scales, dtype=torch.int32)  # the last such step; 0: none
+
+    def update(self) -> None:
+        """Count a step, and note the scales that fell in it."""
+        self.steps.add_(1)
+        has_fallen = self.old_scales > OUTLIER_FACTOR * self.new_scales
+        torch.where(has_fallen, self.steps, self.fell_at, out=self.fell_at)
+
+    def take(self) -> list[int | None]:
+        """Return how many steps ago each scale fell, None if it did not since the last call. Waits for the
+        device."""
+        steps, *fell_at = torch.cat([self.steps.view(1), self.fell_at]).tolist()  # one wait for both
+        self.fell_at.zero_()
+        return [steps - step if step > 0 else None for step in fell_at]
 
 
 def are_identical(objects: list, others: list) -> bool:

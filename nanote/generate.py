@@ -34,7 +34,8 @@ def generate(model, ids, max_new_tokens, *, temperature=1.0, top_k=None, top_p=N
     limit = model.config.n_positions
     has_cache = use_cache and hasattr(model, "make_kv_cache")
     cache_size = min(limit, len(ids) + max_new_tokens)
-    ids, prompt_length = list(ids), len(ids)
+    ids = list(ids)
+    prompt_length = len(ids)
     start = max(0, prompt_length - limit)  # the window is ids[start:]
     cache = None
     with inference_mode(model):

@@ -38,9 +38,10 @@ class CudaGraph:
     their memory: use zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
     """
 
-    def __init__(self, function, keep=list):
-        """`keep`: returns objects whose tensors the graphs use; called before each capture."""
-        self.function, self.keep = function, keep
+    def __init__(self, function, keep=None):
+        """`keep`: returns objects whose tensors the graphs use, to keep them; called before each capture."""
+        self.function = function
+        self.keep = keep
         self.stream = torch.cuda.Stream()  # PyTorch needs the calls before a capture on the capturing stream
         self.recapture()
 
@@ -54,7 +55,8 @@ class CudaGraph:
         torch.cuda.empty_cache()  # a private pool cannot reuse memory that other pools cache
 
     def __call__(self, *arguments, **options):
-        key, tensors = tuple(sorted(options.items())), tree_leaves(arguments)
+        key = tuple(sorted(options.items()))
+        tensors = tree_leaves(arguments)
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         if self.shapes.setdefault(key, shapes) != shapes:
             raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {self.shapes[key]}; "
@@ -82,7 +84,9 @@ class CudaGraph:
 
     def _capture(self, arguments, options):
         """Capture the function; nothing runs on the GPU yet."""
-        arguments, kept, graph = tree_map(torch.clone, arguments), self.keep(), torch.cuda.CUDAGraph()
+        arguments = tree_map(torch.clone, arguments)
+        kept = self.keep() if self.keep else None
+        graph = torch.cuda.CUDAGraph()
         gc.collect()  # freeing memory that ranks share waits for the GPU, which a capture must not
         try:
             with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream,

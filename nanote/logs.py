@@ -1,7 +1,8 @@
 """The logs of a run: losses, speed and model FLOP utilization (MFU).
 
-A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. A log
-that cannot be written does not stop a run: its lines are kept and written later.
+A training loop calls `Log.add` after every step and, every few steps, `read`, `take_record`, `write` and
+`restart_clock`, in this order. A log that cannot be written does not stop a run: its lines are kept and
+written later.
 """
 import contextlib
 import json
@@ -17,7 +18,8 @@ from tqdm import tqdm
 from nanote import checkpoint, health, models, own_model, parallel
 from nanote.command import in_a_line
 
-MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
+MAX_SKIPPED = 10  # steps of a process; one that skips more raises Diverged
+MAX_EPOCHS = 10  # a run of more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
          "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
 
@@ -90,6 +92,30 @@ def open_tensorboard(folder: str, first_step: int):
     return log, writer.close
 
 
+class Stopwatch:
+    """The time of training steps, without that of logging, evaluation and checkpoints."""
+
+    def __init__(self):
+        self.seconds = 0.0  # of `steps`
+        self.steps = 0  # since the last `take`
+        self.restart()
+
+    def restart(self) -> None:
+        """Go on, after `stop`."""
+        self.restarted = time.perf_counter()
+
+    def stop(self) -> None:
+        """Add the time since `restart`."""
+        self.seconds += time.perf_counter() - self.restarted
+
+    def take(self) -> tuple[float, int]:
+        """Return (seconds, steps), and start both at 0 again."""
+        taken = self.seconds, self.steps
+        self.seconds = 0.0
+        self.steps = 0
+        return taken
+
+
 class Log:
     """Collect losses and training time, and write them. Every rank has one; rank 0 alone writes."""
 
@@ -105,14 +131,13 @@ class Log:
         self.first_step = first_step
         self.step = first_step - 1  # the last one that is done
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
-        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
+        self.last_finite = None  # (loss, gradient norm) of the last step that was not skipped
         self.skipped = []  # steps
         self.skipped_before = list(skipped_before)
         self.without_labels = set()  # steps that changed nothing
-        self.seconds = 0.0  # of training, since the last `record`
-        self.steps = 0  # in these seconds
-        self.seconds_per_step = 0.0  # at the last `record`
-        self.started = self.clock = time.perf_counter()
+        self.stopwatch = Stopwatch()
+        self.seconds_per_step = 0.0  # at the last `take_record`
+        self.started = time.perf_counter()
         self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
         self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step",
@@ -127,14 +152,16 @@ class Log:
 
     def start(self, model, reason: str) -> None:
         """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
-        config, loader = self.config, self.loader
+        config = self.config
+        loader = self.loader
         if loader.device.type == "cuda" and not own_model.is_file(config.model):
             size = sum(parameter.numel() for parameter in model.parameters())
             self.flops = flops_per_token(model.config, size, config.seq_len)
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
         self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {device}, "
                  f"{models.describe_fp8(model, config)}; {models.describe(model)}")
-        tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
+        tokens = loader.meta["train_tokens"]
+        tokens_per_step = loader.tokens_per_step
         epochs = loader.samples_before(config.max_steps + 1) * config.seq_len / tokens
         line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
         if epochs > MAX_EPOCHS:
@@ -153,7 +180,7 @@ class Log:
         """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
         self.pending.append((step, loss, norm))
         self.step = step
-        self.steps += 1
+        self.stopwatch.steps += 1
         self.bar.update()
 
     def add_without_labels(self, step: int) -> None:
@@ -169,17 +196,17 @@ class Log:
         reason = ""
         for step, loss, norm in self._pending_values():
             if math.isfinite(loss) and math.isfinite(norm):
-                self.finite = loss, norm
+                self.last_finite = loss, norm
                 continue
             self.skipped.append(step)
             reason = f"step {step}: loss {loss}, gradient norm {norm}"
             if len(self.skipped) > MAX_SKIPPED:
                 raise self._diverged(reason)
             self.say(f"{reason}: skipped ({len(self.skipped)} of {MAX_SKIPPED})")
-        if reason and self.step == self.config.max_steps and self.finite is None:
+        if reason and self.step == self.config.max_steps and self.last_finite is None:
             raise self._diverged(reason)
         self.pending.clear()
-        self.seconds += time.perf_counter() - self.clock  # until `restart_clock`
+        self.stopwatch.stop()  # until `restart_clock`
 
     def _pending_values(self) -> list[tuple[int, float, float]]:
         """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
@@ -196,9 +223,11 @@ class Log:
         before = len(self.skipped) - 1
         return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
 
-    def say_outliers(self, step: int, fp8_state, updates: int) -> None:
+    def say_outliers(self, step: int, fp8_state, updates_per_step: int) -> None:
         """Name a scale of delayed scaling that an outlier has lowered, and how long its history holds that.
-        updates: of a scale in a step."""
+
+        updates_per_step: how often a step updates the scales of inputs and gradients.
+        """
         if not self.is_writer or self.config.fp8_amax_compute_algo != "max":
             return
         outliers = [(name, ago, rows) for name, ago, rows in fp8_state.outliers() if rows > 1]
@@ -206,23 +235,25 @@ class Log:
             return
         name, ago, rows = outliers[0]
         more = f" and {len(outliers) - 1} more" if len(outliers) > 1 else ""
-        updates_a_step = 1 if name.endswith("weight") else updates  # weights are cast once a step
-        steps = math.ceil(rows / updates_a_step)
+        if name.endswith("weight"):
+            updates_per_step = 1  # weights are cast once a step
+        steps = math.ceil(rows / updates_per_step)
         self.say(f"step {step - ago}: the scale of {name}{more} fell by more than 2^20, and the amax history "
                  f"holds its new amax for {steps} steps; to forget an outlier sooner, --resume with "
                  "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
 
-    def record(self, step: int, lr: float) -> dict:
-        """Return the line of metrics.jsonl; call `read` first. The loss is that of the last finite step; None
-        if no step was finite yet, or if this one had no label."""
-        loss = norm = None
-        if self.finite is not None and step not in self.without_labels:
-            loss, norm = self.finite
-        self.seconds_per_step = self.seconds / max(1, self.steps)
-        tokens_per_s = self.loader.tokens_per_step * self.steps / self.seconds
-        self.seconds = 0.0
-        self.steps = 0
-        mfu = peak_gib = None
+    def take_record(self, step: int, lr: float) -> dict:
+        """Return the line of metrics.jsonl about the steps since the last one; call `read` first. The loss is
+        that of the last finite step; None if no step was finite yet, or if this one had no label."""
+        loss = None
+        norm = None
+        if self.last_finite is not None and step not in self.without_labels:
+            loss, norm = self.last_finite
+        seconds, steps = self.stopwatch.take()
+        self.seconds_per_step = seconds / max(1, steps)
+        tokens_per_s = self.loader.tokens_per_step * steps / seconds
+        mfu = None
+        peak_gib = None
         if self.loader.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
             peak = peak_flops(self.loader.device)
@@ -233,7 +264,7 @@ class Log:
 
     def restart_clock(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
-        self.clock = time.perf_counter()
+        self.stopwatch.restart()
 
     def write(self, record: dict) -> None:
         """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
@@ -274,7 +305,7 @@ class Log:
         return line
 
     @contextlib.contextmanager
-    def fp8_health(self, step: int, model):
+    def measure_fp8_health(self, step: int, model):
         """Write the FP8 health of the step inside."""
         with health.watch(model) as statistics:
             yield

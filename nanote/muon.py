@@ -7,22 +7,28 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, *, lr: float, weight_decay: float):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        params = self.param_groups[0]["params"]
-        self.of_master = {p: p if p.dtype == torch.float32 else p.detach().float() for p in params}
-        self.inner = torch.optim.Muon(self.of_master.values(), adjust_lr_fn="match_rms_adamw")
-        for parameter, master in self.of_master.items():
-            state = self.inner.state[master] = {"momentum_buffer": torch.zeros_like(master)}
-            self.state[parameter] = state | ({} if master is parameter else {"master_param": master})
+        self.masters = {}  # {parameter: its float32 master, or itself if it is float32}
+        for parameter in self.param_groups[0]["params"]:
+            is_float32 = parameter.dtype == torch.float32
+            self.masters[parameter] = parameter if is_float32 else parameter.detach().float()
+        self.inner = torch.optim.Muon(self.masters.values(), adjust_lr_fn="match_rms_adamw")
+        for parameter, master in self.masters.items():
+            momentum = torch.zeros_like(master)
+            self.inner.state[master] = {"momentum_buffer": momentum}
+            self.state[parameter] = {"momentum_buffer": momentum}
+            if master is not parameter:
+                self.state[parameter]["master_param"] = master
 
     @torch.no_grad()
     def step(self):
-        [group], [inner] = self.param_groups, self.inner.param_groups
-        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
-        for parameter, master in self.of_master.items():
+        inner_group = self.inner.param_groups[0]
+        inner_group["lr"] = self.param_groups[0]["lr"]
+        inner_group["weight_decay"] = self.param_groups[0]["weight_decay"]
+        for parameter, master in self.masters.items():
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
         self.inner.step()
-        for parameter, master in self.of_master.items():
+        for parameter, master in self.masters.items():
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None

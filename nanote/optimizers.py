@@ -17,9 +17,9 @@ from nanote import parallel, recipes
 class Optimizer:
     """One optimizer, or several for different parameters of a model, as a training step uses them."""
 
-    def __init__(self, model, *parts, fast_adam=None):
-        """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
-        self.parts = list(parts)
+    def __init__(self, model, *optimizers, fast_adam=None):
+        """`optimizers`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
+        self.optimizers = list(optimizers)
         self.parameters = parallel.local_parameters(model)
         self.mesh = parallel.mesh(model)  # of ranks that have a shard each
         self.fast_adam = fast_adam
@@ -28,13 +28,13 @@ class Optimizer:
 
     @property
     def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict:
         state = {}
-        for part in self.parts:
-            state |= part.state
+        for optimizer in self.optimizers:
+            state |= optimizer.state
         return state
 
     def set_lr(self, lr: float) -> None:
@@ -49,31 +49,30 @@ class Optimizer:
         if self.fast_adam is not None:
             self.fast_adam.write_options()
 
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Return the L2 norm of all gradients, (), and clip it to `max_norm` here or in `step`; 0: do not."""
-        max_norm = max_norm or math.inf
-        if self.fast_adam is None:
-            parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).float()
-            norm = parallel.norm_over_shards(norm, self.mesh)
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            return norm
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of all gradients, (), over all ranks."""
         if self.divided_update is not None:
-            norm = self.divided_update.gradient_norm()
+            return self.divided_update.gradient_norm()
+        if self.fast_adam is not None:
+            norm = self.fast_adam.gradient_norm()
         else:
-            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
-        # FastAdam multiplies the gradients by it as it reads them
-        self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
+            norm = torch.nn.utils.get_total_norm(self._gradients()).float()
+        return parallel.norm_over_shards(norm, self.mesh)
 
-    def step(self, skip: torch.Tensor) -> None:
-        """Update the parameters. If `skip`, () bool, is true, nothing changes, not even a step count."""
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def step(self, gradient_scale: torch.Tensor, skip: torch.Tensor) -> None:
+        """Multiply the gradients by gradient_scale, (), and update the parameters. If `skip`, () bool, is
+        true, no parameter and no state changes, not even a step count."""
         if self.fast_adam is None:
             if not skip:  # waits for the GPU, which costs little where Python launches every kernel
-                for part in self.parts:
-                    part.step()
+                torch._foreach_mul_(self._gradients(), gradient_scale)
+                for optimizer in self.optimizers:
+                    optimizer.step()
             return
-        scale = torch.where(skip, math.nan, self.gradient_scale)  # FastAdam skips on the device if it is NaN
+        # FastAdam multiplies gradients as it reads them; a scale of NaN is its signal to skip the step
+        scale = torch.where(skip, math.nan, gradient_scale)
         if self.divided_update is not None:
             self.divided_update.step(grad_scale=scale)
         else:
@@ -85,13 +84,18 @@ class Optimizer:
             self.divided_update.gather_state()
 
 
+def clipping_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor, (), that limits gradients of this norm, (), to max_norm; 0: no limit."""
+    return ((max_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+
+
 def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    of_muon = set(matrices)
-    parameters = [parameter for parameter in parallel.local_parameters(model) if parameter not in of_muon]
+    trained_by_muon = set(matrices)
+    parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": config.weight_decay},

@@ -8,13 +8,6 @@ import torch
 from nanote import parallel
 
 
-def make_profiler(steps: str | None, folder, device: torch.device):
-    """Return a context manager of a function: `with profile(step):` profiles the steps of --profile."""
-    if not steps:
-        return contextlib.nullcontext(lambda step: contextlib.nullcontext())
-    return Profiler(steps, folder, device)
-
-
 def check_steps(steps: str | None) -> None:
     """Raise ValueError for a --profile that is not START:STOP."""
     if steps:
@@ -32,27 +25,34 @@ def parse_steps(steps: str) -> tuple[int, int]:
 
 
 class Profiler(contextlib.ExitStack):
-    """`with Profiler(...) as profile:` and `with profile(step):` trace the steps START:STOP, on rank 0. The
-    device is synchronized before and after them, so the trace holds them completely, and no others."""
+    """`with Profiler(...) as profiler:` and `with profiler.step(step):` trace the steps START:STOP, on rank
+    0. The device is synchronized before and after them, so the trace holds them completely, and no others."""
 
-    def __init__(self, steps: str, folder, device: torch.device):
+    def __init__(self, steps: str | None, folder, device: torch.device):
+        """`steps`: START:STOP; None: trace no step."""
         super().__init__()
-        self.first, self.last = parse_steps(steps)
-        self.steps, self.path, self.device = steps, Path(folder, "profile"), device
+        self.steps = steps
+        self.traced_steps = range(0)
+        if steps and parallel.rank() == 0:
+            first, last = parse_steps(steps)
+            self.traced_steps = range(first, last + 1)
+        self.path = Path(folder, "profile")
+        self.device = device
         self.is_running = False
 
+    def step(self, step: int):
+        """Return a context manager for a step, which traces it if it is one of START:STOP."""
+        return self._trace(step) if step in self.traced_steps else contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def __call__(self, step: int):
-        if parallel.rank() != 0 or not self.first <= step <= self.last:
-            yield
-            return
+    def _trace(self, step: int):
         if not self.is_running:
             torch.get_device_module(self.device).synchronize()
             self.enter_context(torch.profiler.profile(on_trace_ready=self._write))
             self.is_running = True
         with torch.profiler.record_function(f"step {step}"):
             yield
-        if step == self.last:
+        if step == self.traced_steps[-1]:
             self.close()  # ends the trace, and synchronizes; __exit__ does if the run ends before
 
     def _write(self, profile) -> None:

@@ -31,6 +31,11 @@ def has_fp8_gpu(device) -> bool:
     return device.type == "cuda" and not IS_REFERENCE
 
 
+def is_interpreted() -> bool:
+    """Return whether fast_kernels run without a GPU, in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return ENGINE == "fast" and not torch.cuda.is_available() and not te.unsupported_reason()
+
+
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -73,7 +78,7 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if config.compile:
+    if config.compile:  # config.check knows an engine only if NANOTE_ENGINE names it
         config.check_together(ENGINE)
     if is_custom:
         return make_custom(name)

@@ -11,11 +11,12 @@ from nanote import checkpoint, logs, models, parallel, recipes
 from nanote.own_model import is_file
 
 
-def open_folder(folder: str | None, preset: str, is_resumed: bool) -> str:
-    """Make the folder of a run; return its path. None: out/<preset>, or the next out/<preset>-<n>."""
+def open_folder(config) -> str:
+    """Make the folder of a run: --out-dir, or the next free of out/<preset>, out/<preset>-2, … Return it."""
+    folder = config.out_dir
     if folder is None:
-        folder = next_free_folder(f"out/{preset}")
-    elif not is_resumed and is_taken(folder):
+        folder = next_free_folder(f"out/{config.preset}")
+    elif not config.resume and is_taken(folder):
         raise ValueError(f"--out-dir {folder}: exists; resume it with --resume, or name another")
     os.makedirs(folder, exist_ok=True)
     return folder
@@ -41,8 +42,9 @@ def is_taken(folder: str) -> bool:
     return bool(os.listdir(folder)) and not os.path.exists(f"{folder}/config.json")
 
 
-def write_start(config, source: Path | None, first_step: int) -> None:
-    """Cut the logs of a run to the checkpoint that it continues, and write config.json."""
+def start_logs(config, source: Path | None, first_step: int) -> None:
+    """Cut the logs of a run to the checkpoint that it continues, and write config.json. ValueError if
+    another process has written a newer checkpoint."""
     folder = config.out_dir
     if source is not None and checkpoint.latest(folder) != source:
         raise ValueError(f"{folder}: another process has trained past {source} meanwhile; start again")
@@ -54,10 +56,7 @@ def write_start(config, source: Path | None, first_step: int) -> None:
 def run_meta(config, model, loader, step: int, resumed_meta: dict, skipped: list[int]) -> dict:
     """Return the run's part of meta.json of the checkpoint of a step. skipped: the steps that were not
     finite; resumed_meta: meta.json of the checkpoint that the run continued."""
-    meta = {}
-    if "hf" in resumed_meta:  # the source of an imported model
-        meta["hf"] = resumed_meta["hf"]
-    meta |= {
+    meta = {
         "config": asdict(config),
         "model": models.portable_name(config.model),
         "model_config": asdict(model.config),
@@ -68,17 +67,22 @@ def run_meta(config, model, loader, step: int, resumed_meta: dict, skipped: list
         "tokens_per_step": loader.tokens_per_step,
         "skipped": skipped,
     }
+    if "hf" in resumed_meta:  # the source of an imported model
+        meta["hf"] = resumed_meta["hf"]
     return meta
 
 
 def print_summary(config, step: int) -> None:
     """Print where everything is, and how to continue after the last step."""
     folder = config.out_dir
-    newest, quoted = checkpoint.latest(folder), shlex.quote(folder)
+    quoted = shlex.quote(folder)
+    newest = checkpoint.latest(folder)
     if newest is None:
         print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
         return
-    own_model = own_recipe = ""  # code is never taken from a checkpoint: the user has to name it again
+    # code is never taken from a checkpoint: the user has to name it again
+    own_model = ""
+    own_recipe = ""
     if is_file(config.model):
         own_model = f" --model {shlex.quote(config.model)}"
     if config.fp8_recipe.startswith("custom:"):

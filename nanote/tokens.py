@@ -40,13 +40,15 @@ def meta_checksum(meta):
 
 def open_tokens(folder, split, verify=True):
     """Return the tokens of `split` as a memory map, and meta.json. verify: SHA-256, a second a gigabyte."""
-    path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
+    path = Path(folder, f"{split}.bin")
+    meta_path = Path(folder, "meta.json")
     if not meta_path.is_file():
         raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
     try:
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        count, checksum = meta[f"{split}_tokens"], meta[f"{split}_sha256"]
+        count = meta[f"{split}_tokens"]
+        checksum = meta[f"{split}_sha256"]
         is_altered = "sha256" in meta and meta["sha256"] != meta_checksum(meta)  # the first version has none
         if is_altered or not 0 <= meta["eot"] < meta["vocab_size"]:
             raise ValueError
@@ -80,7 +82,8 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
     work = target.with_name(f".{target.name}.tmp")
-    new, old = work / "new", work / "old"
+    new = work / "new"
+    old = work / "old"
     try:
         lock = lock_folder(work)
         if lock is None:
@@ -169,20 +172,22 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         with ExitStack() as stack, tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar:
             names = FILES - {"meta.json"} if answers_only else {"train.bin", "val.bin"}
             files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
-            for split, is_label, tokens, size in encoded(documents, encoder, val_fraction, pool):
-                files[f"{split}.bin"].write(tokens.astype(dtype))
+            for piece, tokens in encoded(documents, encoder, val_fraction, pool):
+                files[f"{piece.split}.bin"].write(tokens.astype(dtype))
                 if answers_only:
-                    files[f"{split}.mask"].write(np.full(len(tokens), is_label, np.uint8))
-                if size == 0:  # the end of text
+                    is_label = not piece.is_first  # after the prompt come the answer and the end of text
+                    files[f"{piece.split}.mask"].write(np.full(len(tokens), is_label, np.uint8))
+                if not piece.raw:  # the end of text
                     counts["documents"] += 1
-                counts[f"{split}_tokens"] += len(tokens)
-                counts[f"{split}_bytes"] += size
-                bar.update(size)
+                counts[f"{piece.split}_tokens"] += len(tokens)
+                counts[f"{piece.split}_bytes"] += len(piece.raw)
+                bar.update(len(piece.raw))
         if not counts["documents"]:
             raise ValueError("the corpus is empty: no document holds any text; left out: "
                              f"{dict(left_out or {})}; name files that do")
         if not (counts["train_tokens"] and counts["val_tokens"]):
-            cut_end(folder, split, dtype, val_fraction, encoder, counts, answers_only)
+            full_split = "train" if counts["train_tokens"] else "val"
+            cut_end(folder, full_split, dtype, val_fraction, encoder, counts, answers_only)
         return write_meta(folder, encoder, dtype, source=source, val_fraction=val_fraction, **counts,
                           left_out=dict(left_out or {}))
 
@@ -207,14 +212,21 @@ def hash_fraction(raw):
     return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
 
 
+class Piece(NamedTuple):
+    """A part of a document, such as a prompt or an answer, or its end."""
+
+    split: str  # train or val
+    is_first: bool  # of its document
+    raw: bytes  # UTF-8; empty: the end of the document
+
+
 def encoded(documents, encoder, val_fraction, pool):
-    """Yield (split, is_later, tokens, bytes of text) of each piece of each document, and of its end."""
+    """Yield (piece, its tokens) for each Piece of each document."""
     def encode(piece):
-        split, is_later, raw = piece
-        tokens = encoder.encode_bytes(raw) if raw else np.array([encoder.eot])
-        if encoder.bos is not None and not is_later:
+        tokens = encoder.encode_bytes(piece.raw) if piece.raw else np.array([encoder.eot])
+        if encoder.bos is not None and piece.is_first:
             tokens = np.append(encoder.bos, tokens)
-        return split, is_later, tokens, len(raw)
+        return piece, tokens
 
     pieces = pieces_of(documents, val_fraction)
     while some := list(islice(pieces, 4 * os.cpu_count())):
@@ -222,18 +234,26 @@ def encoded(documents, encoder, val_fraction, pool):
 
 
 def pieces_of(documents, val_fraction):
-    """Yield (split, is_later: not the first, bytes) of each piece of each document; b"" for its end."""
+    """Yield each Piece of each document. A document is a text, an iterable of texts, or one of these with the
+    number that decides its split: (text, number in [0, 1))."""
     for document in documents:
-        text, fraction = document if isinstance(document, tuple) else (document, None)
+        fraction = None  # the hash of the first piece
+        if isinstance(document, tuple):
+            document, fraction = document
+        texts = [document] if isinstance(document, str) else document
         split = None
-        for piece in filter(None, [text] if isinstance(text, str) else text):
-            raw, is_later = piece.encode("utf-8", errors="replace"), split is not None
-            if not is_later:
-                fraction = hash_fraction(raw) if fraction is None else fraction
+        for text in texts:
+            if not text:
+                continue
+            raw = text.encode("utf-8", errors="replace")
+            is_first = split is None
+            if is_first:
+                if fraction is None:
+                    fraction = hash_fraction(raw)
                 split = "val" if fraction < val_fraction else "train"
-            yield split, is_later, raw
+            yield Piece(split, is_first, raw)
         if split is not None:
-            yield split, True, b""
+            yield Piece(split, is_first=False, raw=b"")
 
 
 def cut_end(folder, split, dtype, val_fraction, encoder, counts, has_mask):
@@ -241,14 +261,14 @@ def cut_end(folder, split, dtype, val_fraction, encoder, counts, has_mask):
     length = counts[f"{split}_tokens"]
     val_length = max(round(length * val_fraction), 1)
     start = length - min(val_length, length - 1)  # a token is left for train
-    kinds = {"bin": dtype}
+    dtypes = {"bin": dtype}
     if has_mask:
-        kinds["mask"] = np.dtype(np.uint8)
-    for suffix, kind in kinds.items():
+        dtypes["mask"] = np.dtype(np.uint8)
+    for suffix, file_dtype in dtypes.items():
         os.replace(folder / f"{split}.{suffix}", folder / f"train.{suffix}")
-        values = np.memmap(folder / f"train.{suffix}", kind, "r")
+        values = np.memmap(folder / f"train.{suffix}", file_dtype, "r")
         values[start:].tofile(folder / f"val.{suffix}")
-        os.truncate(folder / f"train.{suffix}", start * kind.itemsize)
+        os.truncate(folder / f"train.{suffix}", start * file_dtype.itemsize)
     val_tokens = np.fromfile(folder / "val.bin", dtype)
     total = counts["train_bytes"] + counts["val_bytes"]
     val_bytes = len(encoder.decode_bytes(val_tokens))
@@ -281,12 +301,17 @@ class Loader:
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
-        self.split, self.ranks, self.device = split, ranks, torch.device(device)
-        self.seed, self.seq_len = config.seed, config.seq_len
-        self.micro_batch_size, self.grad_accum = config.micro_batch_size, config.grad_accum
+        self.split = split
+        self.ranks = ranks
+        self.device = torch.device(device)
+        self.seed = config.seed
+        self.seq_len = config.seq_len
+        self.micro_batch_size = config.micro_batch_size
+        self.grad_accum = config.grad_accum
         self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
         self.mask = self._open_mask(config.data)
-        length, seq_len = len(self.tokens), self.seq_len
+        length = len(self.tokens)
+        seq_len = self.seq_len
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
@@ -303,9 +328,10 @@ class Loader:
             self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.start_token, seq_len)
         # without a mask every micro-batch has as many labels
         self.equal_divisor = torch.tensor(float(self.grad_accum * ranks.count), device=self.device)
-        self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
-        self._label_counts = lru_cache(1)(self._label_counts)
-        self.start_at(1, 0)
+        # caches of this loader, which a decorator would share between loaders
+        self._cached_epoch = lru_cache(maxsize=2)(self._epoch)  # a step may span two epochs
+        self._cached_label_counts = lru_cache(maxsize=1)(self._label_counts)
+        self.start_at(step=1, sample=0)
         self._thread = ThreadPoolExecutor(1, "loader")
 
     def _open_mask(self, data):
@@ -322,11 +348,12 @@ class Loader:
 
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
-        return self._sample_of_step_0 + step * self.samples_per_step
+        return self._start_sample + (step - self._start_step) * self.samples_per_step
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._sample_of_step_0 = sample - step * self.samples_per_step  # may be negative
+        self._start_step = step
+        self._start_sample = sample
         self._prefetched = {}  # {step: future}, at most one
 
     def continue_from(self, source, resumed_meta):
@@ -334,7 +361,8 @@ class Loader:
 
         The windows of an epoch and their order depend on the tokens, on seq_len and on the seed.
         resumed_meta: meta.json of the checkpoint."""
-        step, options = resumed_meta["step"], resumed_meta["config"]
+        step = resumed_meta["step"]
+        options = resumed_meta["config"]
         # version 0.1 counts no samples, and stores no checksums of the tokens
         samples = resumed_meta.get("samples", step * self.samples_per_step)
         corpus = resumed_meta.get("corpus", self.meta)
@@ -353,7 +381,9 @@ class Loader:
 
     def batches(self, step):
         """Return the grad_accum micro-batches of a step, counted from 1, on the device."""
-        future = self._prefetched.get(step) or self._thread.submit(self._read, step)
+        future = self._prefetched.get(step)
+        if future is None:  # the first step
+            future = self._thread.submit(self._read, step)
         self._prefetched = {step + 1: self._thread.submit(self._read, step + 1)}
         micro_batches = []
         for tensors, divisor in zip(future.result(), self._divisors(step)):
@@ -365,33 +395,36 @@ class Loader:
         """Return the divisor of the mean loss of each micro-batch of a step; see MicroBatch."""
         if self.mask is None:
             return [self.equal_divisor] * self.grad_accum
-        label_counts = self._label_counts(self.samples_before(step))
+        label_counts = self._cached_label_counts(self.samples_before(step))
         total = max(1, label_counts.sum())
         divisors = [total / count if count > 0 else np.inf for count in label_counts[:, self.ranks.rank]]
         return torch.tensor(divisors, dtype=torch.float32).to(self.device, non_blocking=True).unbind()
 
     def has_labels(self, step):
         """Return whether any token of a step, of all its micro-batches and ranks, is a label."""
-        return self.mask is None or bool(self._label_counts(self.samples_before(step)).any())
+        if self.mask is None:
+            return True
+        return bool(self._cached_label_counts(self.samples_before(step)).any())
 
     def evaluation(self, tokens):
         """Yield (the model's inputs, number of labels that count) for `tokens` tokens of the split. They are
         whole windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do
         not count are -100. Every rank gets its part of the windows and the same number of batches."""
-        total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
-        count = min((tokens - 1) // self.seq_len + 1, total)
-        batches = (count - 1) // (self.micro_batch_size * self.ranks.count) + 1
+        num_windows = (len(self.tokens) - 2) // self.seq_len + 1  # of the split; the last may be incomplete
+        num_chosen = min((tokens - 1) // self.seq_len + 1, num_windows)
+        num_batches = (num_chosen - 1) // (self.micro_batch_size * self.ranks.count) + 1
         last_start = len(self.tokens) - 1 - self.seq_len
-        for index in range(batches):
+        for index in range(num_batches):
             first = (index * self.ranks.count + self.ranks.rank) * self.micro_batch_size
-            numbers = range(first, first + self.micro_batch_size)
-            starts = [min(number, count - 1) * total // count * self.seq_len for number in numbers]
-            # The last window of the split ends with its last token; its first labels are another window's.
-            moved = [min(start, last_start) for start in starts]
-            input_ids, labels, *packing = self._tensors_of(np.array(moved))
-            for row, number in enumerate(numbers):
-                if number < count:
-                    labels[row, :starts[row] - moved[row]] = -100
+            chosen = np.arange(first, first + self.micro_batch_size)  # one of the chosen windows for each row
+            windows = np.minimum(chosen, num_chosen - 1) * num_windows // num_chosen
+            starts = windows * self.seq_len
+            # An incomplete window is moved back to end with the split: its first labels are another window's.
+            moved_starts = np.minimum(starts, last_start)
+            input_ids, labels, *packing = self._tensors_of(moved_starts)
+            for row in range(self.micro_batch_size):
+                if chosen[row] < num_chosen:
+                    labels[row, :starts[row] - moved_starts[row]] = -100
                 else:  # a row for which no window is left
                     labels[row] = -100
             inputs = tuple(tensor.to(self.device, non_blocking=True)
@@ -400,7 +433,8 @@ class Loader:
 
     def _read(self, step):
         """Return the tensors of each micro-batch of a step in host memory."""
-        first, micro_batches = self.samples_before(step), []
+        first = self.samples_before(step)
+        micro_batches = []
         for number in range(self.ranks.rank, self.grad_accum * self.ranks.count, self.ranks.count):
             sample = first + number * self.micro_batch_size
             tensors = self._tensors_of(self._starts(range(sample, sample + self.micro_batch_size)))
@@ -422,7 +456,7 @@ class Loader:
         """Return where the windows of these samples begin."""
         starts = []
         for sample in samples:
-            offset, order = self._epoch(sample // self.num_windows)
+            offset, order = self._cached_epoch(sample // self.num_windows)
             window = order[sample % self.num_windows]
             starts.append(offset + window * self.seq_len)
         return np.array(starts)
@@ -472,9 +506,12 @@ def document_starts(input_ids, start_token):
 
 def max_documents(tokens, start_token, seq_len):
     """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
-    chunk = 1 << 20
-    starts = np.concatenate([first + np.flatnonzero(tokens[first : first + chunk] == start_token)
-                             for first in range(0, len(tokens), chunk)])
+    chunk_size = 1 << 20
+    starts = []
+    for first in range(0, len(tokens), chunk_size):
+        chunk = tokens[first:first + chunk_size]
+        starts.append(first + np.flatnonzero(chunk == start_token))
+    starts = np.concatenate(starts)
     # The first token of a window starts a document or a part of one, each start token after it another.
     counts = np.searchsorted(starts, starts + seq_len - 1) - np.arange(len(starts))
     return 1 + int(counts.max(initial=0))

@@ -160,7 +160,7 @@ def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_gro
         elif "step" in stored_group:
             group["step"] = stored_group["step"]
     names = names_of_parameters(weights_of(model))
-    for part in optimizer.parts:
+    for part in optimizer.optimizers:
         for group in part.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]

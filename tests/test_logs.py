@@ -38,7 +38,7 @@ def train(log, values, first_step=1):
     for step, loss in enumerate(values, first_step):
         log.add(step, torch.tensor(loss), torch.tensor(1.0))
         log.read()
-        log.write(log.record(step, lr=1e-3))
+        log.write(log.take_record(step, lr=1e-3))
         log.restart_clock()
 
 
@@ -49,7 +49,7 @@ def test_a_line_has_the_fields_of_the_contract(start, capsys):
     train(log, [4.0, 3.0])
     log.add(3, torch.tensor(2.0), torch.tensor(0.5))
     log.read()
-    log.write(log.record(3, lr=2e-3) | logs.val_record(2.5, {"val_bytes": 100, "val_tokens": 50}))
+    log.write(log.take_record(3, lr=2e-3) | logs.val_record(2.5, {"val_bytes": 100, "val_tokens": 50}))
     log.close()
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records] == [4, 3, 2]
@@ -76,7 +76,7 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
         log.add(step, torch.tensor(1.0), torch.tensor(1.0))
         now[0] += 2.0
     log.read()
-    record = log.record(2, 1e-3)
+    record = log.take_record(2, 1e-3)
     assert record["tokens_per_s"] == 192 * 2 / 4.0
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 1e9 / (4 * 989e12))
     assert record["peak_gib"] == 3
@@ -85,7 +85,7 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     log.add(3, torch.tensor(1.0), torch.tensor(1.0))
     now[0] += 1.0
     log.read()
-    assert log.record(3, 1e-3)["tokens_per_s"] == 192
+    assert log.take_record(3, 1e-3)["tokens_per_s"] == 192
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
@@ -158,11 +158,11 @@ def test_a_step_without_a_label_has_no_loss(start, capsys):
     log = start(log_interval=1)
     log.add_without_labels(1)
     log.read()
-    log.write(log.record(1, lr=1e-3))
+    log.write(log.take_record(1, lr=1e-3))
     train(log, [4.0], first_step=2)
     log.add_without_labels(3)
     log.read()
-    log.write(log.record(3, lr=1e-3) | {"val_loss": 2.0})
+    log.write(log.take_record(3, lr=1e-3) | {"val_loss": 2.0})
     log.close()
     records = logs.read_metrics("run/metrics.jsonl")
     assert [(r["loss"], r["grad_norm"]) for r in records] == [(None, None), (4.0, 1.0), (None, None)]
@@ -259,9 +259,9 @@ def test_flops_per_token_by_hand():
 # ---------------------------------------------------------------- --profile
 
 def profile(steps, count=6):
-    with Profiler(steps, "run", CPU) as profiled:
+    with Profiler(steps, "run", CPU) as profiler:
         for step in range(1, count + 1):
-            with profiled(step):
+            with profiler.step(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
 
 

@@ -39,7 +39,7 @@ from nanote import models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.graphs import CudaGraph
-from nanote.optimizers import make_optimizer
+from nanote.optimizers import clipping_scale, make_optimizer
 
 
 def is_as_on_rank_0(tensor):
@@ -65,8 +65,8 @@ def compare_ranks(p2p_disable):
         with gradients.accumulate(first=True, last=True):
             (model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / ranks.count).backward()
         gradients.set_grad()
-        norm = optimizer.clip_gradients(1.0)
-        optimizer.step(skip=~norm.isfinite())
+        norm = optimizer.gradient_norm()
+        optimizer.step(clipping_scale(norm, 1.0), skip=~norm.isfinite())
         return norm
 
     graph = CudaGraph(step, keep=lambda: recipes.kept_state(model))

@@ -164,7 +164,7 @@ import torch
 import torch.distributed as dist
 from fast_kernels.adam import FastAdam
 from nanote import ddp, parallel, peers
-from nanote.optimizers import Optimizer
+from nanote.optimizers import Optimizer, clipping_scale
 
 ranks = parallel.start()
 torch.cuda.device_count = lambda: ranks.count
@@ -211,8 +211,8 @@ def train(allocate, p2p_disable):
         with gradients.accumulate(first=True, last=True):
             (factor * model(torch.full((6, 15), ranks.rank + 1.0)).square().mean()).backward()
         gradients.set_grad()
-        norm = optimizer.clip_gradients(0.5)
-        optimizer.step(skip=~norm.isfinite())
+        norm = optimizer.gradient_norm()
+        optimizer.step(clipping_scale(norm, 0.5), skip=~norm.isfinite())
         norms.append(norm.item())
     optimizer.gather_state()
     states = [value for state in adam.state.values() for value in state.values()]

@@ -247,7 +247,7 @@ def is_finite(model, fp8_state, factor):
     fp8_state.save()
     (factor * model(tokens, tokens)).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    fp8_state.restore(unless=norm.isfinite())
+    fp8_state.restore(when=~norm.isfinite())
     model.zero_grad()
     return bool(norm.isfinite())
 
@@ -326,7 +326,7 @@ def say(fp8_state, step, **options):
     """Return the line that the log says about outliers after a step, or ""."""
     said = []
     log = SimpleNamespace(is_writer=True, config=TrainConfig(**options), say=said.append)
-    logs.Log.say_outliers(log, step, fp8_state, updates=log.config.grad_accum)
+    logs.Log.say_outliers(log, step, fp8_state, updates_per_step=log.config.grad_accum)
     return "".join(said)
 
 
