@@ -30,7 +30,7 @@ import torch
 
 from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
 from nanote.config import TrainConfig, in_a_line, run_command
-from nanote.ddp import distribute, make_gradients
+from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State
 from nanote.optimizers import make_optimizer
@@ -63,7 +63,8 @@ def main(config: TrainConfig) -> None:
         print_val_loss(config, model, val_loader, source)
         return
     profiling.check_steps(config.profile)
-    gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers, which ranks reduce
+    gradients = make_gradients(model, config.grad_accum)  # in flat buffers, which ranks reduce
+    shard_optimizer(optimizer, gradients)  # ZeRO-1, for --parallel ddp on one machine
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     load_weights(config, model, optimizer, loader, source, resumed_meta)
 
@@ -71,11 +72,10 @@ def main(config: TrainConfig) -> None:
         lambda: run_folder.open_folder(config.out_dir, config.preset, config.resume))
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
     checkpoints = checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints)
-    with checkpoint.lock(config.out_dir), closing(checkpoints):
+    with checkpoint.locked(config.out_dir), closing(checkpoints):
         parallel.on_rank0(lambda: run_folder.write_start(config, source, first_step))
         last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta)
-    if failure := checkpoints.error():  # of the last checkpoint
-        raise failure
+        checkpoints.finish()
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
 
@@ -147,7 +147,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
     functions = make_step(config, model, optimizer, gradients, loader.device)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
     log = logs.Log(config, loader, first_step, skipped_before=resumed_meta.get("skipped", ()))
-    log.start(model, gradients.undivided_reason)
+    log.start(model, optimizer.not_sharded_reason)
     report_long_warmup(config, log.say)
     profiler = profiling.make_profiler(config.profile, config.out_dir, loader.device)
     with closing(stop), closing(log), profiler as profile:
@@ -179,7 +179,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
                 continue
             log.read()  # waits for the GPU
             log.say_outliers(step, functions.fp8_state, updates=config.grad_accum)
-            if failure := checkpoints.error():  # of the previous checkpoint
+            if failure := checkpoints.pop_error():  # of the previous checkpoint
                 log.say(f"step {step}: {failure}; training continues")
             record = log.record(step, optimizer.lr)
             if should_eval:
@@ -187,7 +187,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
             log.write(record)
             if should_save:
                 meta = run_folder.run_meta(config, model, loader, step, resumed_meta, log.all_skipped)
-                checkpoints.save(step, model, optimizer, meta, log.all_skipped)
+                checkpoints.save(step, model, optimizer, meta)
             log.restart_clock()
             if is_stopped:
                 break
@@ -347,4 +347,4 @@ def run(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    parallel.exit(run_command(run, "train.py"))
+    parallel.end_process(run_command(run, "train.py"))

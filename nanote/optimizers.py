@@ -21,9 +21,10 @@ class Optimizer:
         """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.parts = list(parts)
         self.parameters = parallel.local_parameters(model)
-        self.mesh = parallel.mesh(model)  # of ranks that have a shard each
+        self.mesh = parallel.mesh_of(model)  # of ranks that have a shard each
         self.fast_adam = fast_adam
-        self.divided_update = None  # a nanote.peers.DividedUpdate, where each rank updates a part
+        self.sharded_adam = None  # a nanote.peers.ShardedAdam, where each rank updates a part
+        self.not_sharded_reason = ""  # why each rank of --parallel ddp updates all parameters
         self.capturable = fast_adam is not None  # by a CUDA graph
 
     @property
@@ -58,8 +59,8 @@ class Optimizer:
             norm = parallel.norm_over_shards(norm, self.mesh)
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             return norm
-        if self.divided_update is not None:
-            norm = self.divided_update.gradient_norm()
+        if self.sharded_adam is not None:
+            norm = self.sharded_adam.gradient_norm()
         else:
             norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
         # FastAdam multiplies the gradients by it as it reads them
@@ -74,15 +75,15 @@ class Optimizer:
                     part.step()
             return
         scale = torch.where(skip, math.nan, self.gradient_scale)  # FastAdam skips on the device if it is NaN
-        if self.divided_update is not None:
-            self.divided_update.step(grad_scale=scale)
+        if self.sharded_adam is not None:
+            self.sharded_adam.step(grad_scale=scale)
         else:
             self.fast_adam.step(grad_scale=scale)
 
     def gather_state(self) -> None:
-        """Give every rank the whole state, where the update is divided among ranks. Collective."""
-        if self.divided_update is not None:
-            self.divided_update.gather_state()
+        """Give every rank the whole state, where each rank updates a part. Collective."""
+        if self.sharded_adam is not None:
+            self.sharded_adam.gather_state()
 
 
 def make_optimizer(model, config) -> Optimizer:
@@ -121,6 +122,6 @@ def matrices_of_blocks(model) -> list:
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
-    if parallel.mesh(model) is not None:
+    if parallel.mesh_of(model) is not None:
         raise ValueError("--optimizer muon: needs whole matrices, and these are sharded; pass --parallel ddp")
     return matrices
