@@ -149,7 +149,10 @@ def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr
         if ADDENDS:
             tl.store(gradient + offsets, g.to(gradient.dtype.element_ty), mask)
             g = g.to(gradient.dtype.element_ty).to(tl.float32)
-        squares += g * g if mask is None else tl.where(mask, g * g, 0.0)
+        if mask is None:
+            squares += g * g
+        else:
+            squares += tl.where(mask, g * g, 0.0)
     return squares
 
 
@@ -177,7 +180,8 @@ class Slice:
 def _check_betas(betas, moment_dtype):
     """Raise ValueError for betas with which AdamW does not train."""
     are_betas = all(0 <= beta < 1 for beta in betas)
-    if not are_betas or moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
+    are_too_large = moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA
+    if not are_betas or are_too_large:
         raise ValueError(f"FastAdam: betas {betas}: must be in [0, 1), at most {LARGEST_BF16_BETA:.3f} with "
                          "BF16 moments, else these never decrease; (0.9, 0.95) works")
 
@@ -213,28 +217,24 @@ class FastAdam(torch.optim.Optimizer):
         parameters = group["params"]
         try:
             _check_betas(group["betas"], self.moment_dtype)
-            types = {parameter.dtype for parameter in parameters}
-            if self.dtype is not None:
-                types.add(self.dtype)
-            if len(types) != 1 or not types <= TYPES.keys():
-                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+            self.dtype = self._common_dtype(parameters)
         except ValueError:
             self.param_groups.pop()
             raise
-        [self.dtype] = types
         if self.dtype == torch.float32:
             self.master = "none"
         elif self.store_param_remainders:
             self.master = "remainder"
         else:
             self.master = "float32"
-        # of this group, or if it is empty of one before
-        device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
+        groups_with_parameters = [group for group in self.param_groups if group["params"]]
+        device = groups_with_parameters[-1]["params"][0].device  # an empty group has that of one before
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
-            chunks=self._make_chunks(parameters).to(device), lr=group["lr"],
+            chunks=self._make_chunks(parameters).to(device),
+            lr=group["lr"],
             options=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
@@ -244,6 +244,15 @@ class FastAdam(torch.optim.Optimizer):
                 state["master_param"] = parameter.new_zeros(parameter.shape, dtype=torch.int16)
             elif self.master == "float32":
                 state["master_param"] = parameter.detach().float().clone()
+
+    def _common_dtype(self, parameters) -> torch.dtype:
+        """Return the dtype of these parameters and of those before. ValueError unless all have one."""
+        types = {parameter.dtype for parameter in parameters}
+        if self.dtype is not None:
+            types.add(self.dtype)
+        if len(types) != 1 or not types <= TYPES.keys():
+            raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+        return types.pop()
 
     def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
@@ -330,9 +339,11 @@ class FastAdam(torch.optim.Optimizer):
         addresses = [tensor.data_ptr() + updated.first * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
             raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
-        if devices := {str(tensor.device) for tensor in tensors} - {str(device)}:
-            raise ValueError(f"FastAdam: tensors of a group on {', '.join(sorted(devices))}, {device}: all "
-                             "must be on one device; make the optimizer after the model is moved")
+        other_devices = {str(tensor.device) for tensor in tensors} - {str(device)}
+        if other_devices:
+            found = ", ".join(sorted(other_devices))
+            raise ValueError(f"FastAdam: tensors of a group on {found}, {device}: all must be on one device; "
+                             "make the optimizer after the model is moved")
         addend = 0
         if self.addends is not None:
             addend = self.addends[0, updated.addend_start:].data_ptr()
