@@ -29,7 +29,7 @@ import torch
 from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
 from nanote.command import in_a_line, run_command
 from nanote.config import TrainConfig
-from nanote.ddp import distribute, make_gradients
+from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State
 from nanote.optimizers import clipping_scale, make_optimizer
@@ -71,7 +71,8 @@ def main(config: TrainConfig) -> None:
 
     # training state
     profiling.check_steps(config.profile)
-    gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers, which ranks reduce
+    gradients = make_gradients(model, config.grad_accum)  # in flat buffers, which ranks reduce
+    shard_optimizer(optimizer, gradients)  # ZeRO-1, for --parallel ddp on one machine
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     load_weights(config, model, optimizer, loader, source, first_step, resumed_meta)
 
@@ -79,12 +80,11 @@ def main(config: TrainConfig) -> None:
     config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
     checkpoints = checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints)
-    with checkpoint.lock(config.out_dir), closing(checkpoints):
+    with checkpoint.locked(config.out_dir), closing(checkpoints):
         parallel.on_rank0(lambda: run_folder.start_logs(config, source, first_step))
         last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, first_step,
                           resumed_meta)
-    if failure := checkpoints.error():  # of the last checkpoint
-        raise failure
+        checkpoints.finish()
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
 
@@ -175,7 +175,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
     functions = make_step(config, model, optimizer, gradients, loader.device)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
     log = logs.Log(config, loader, first_step, skipped_before=resumed_meta.get("skipped", ()))
-    log.start(model, gradients.undivided_reason)
+    log.start(model, optimizer.not_sharded_reason)
     report_long_warmup(config, log.say)
     profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
     step = first_step - 1
@@ -206,7 +206,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
                 continue
             log.read()  # waits for the GPU; raises Diverged after the eleventh skipped step
             log.say_outliers(step, functions.fp8_state, updates_per_step=config.grad_accum)
-            if failure := checkpoints.error():  # of the previous checkpoint
+            if failure := checkpoints.pop_error():  # of the previous checkpoint
                 log.say(f"step {step}: {failure}; training continues")
             record = log.take_record(step, optimizer.lr)
             if should_eval:
@@ -214,7 +214,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
             log.write(record)
             if should_save:
                 meta = run_folder.run_meta(config, model, loader, step, resumed_meta, log.all_skipped)
-                checkpoints.save(step, model, optimizer, meta, log.all_skipped)
+                checkpoints.save(step, model, optimizer, meta)
             log.restart_clock()
             if is_stopped:
                 break
@@ -378,4 +378,4 @@ def advice_for(config) -> str:
 
 
 if __name__ == "__main__":
-    parallel.exit(run_command(run, "train.py"))
+    parallel.end_process(run_command(run, "train.py"))

@@ -96,9 +96,9 @@ def peak_gib(made, device, occupied) -> float | None:
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated() - occupied
-    update = getattr(made.optimizer, "divided_update", None)
-    if update is not None:
-        peak += update.received.nbytes + update.weights.nbytes
+    sharded_adam = getattr(made.optimizer, "sharded_adam", None)
+    if sharded_adam is not None:
+        peak += sharded_adam.received.nbytes + sharded_adam.weights.nbytes
     return peak / 2**30
 
 
@@ -181,4 +181,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    parallel.exit(run_command(main, "bench/multi_gpu.py"))
+    parallel.end_process(run_command(main, "bench/multi_gpu.py"))

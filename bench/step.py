@@ -16,7 +16,7 @@ import train
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
-from nanote.ddp import make_gradients
+from nanote.ddp import make_gradients, shard_optimizer
 from nanote.optimizers import make_optimizer
 from nanote.tokens import MicroBatch
 
@@ -126,7 +126,8 @@ class Training:
         self.forward = self.model
         self.kernels = models.describe(self.model)
         self.optimizer = make_optimizer(self.model, config)
-        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
+        self.gradients = make_gradients(self.model, config.grad_accum)
+        shard_optimizer(self.optimizer, self.gradients)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         divisor = config.grad_accum * self.world_size

@@ -49,16 +49,23 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    numbers = (
-        tl.load(corrections), tl.load(corrections + 1), tl.load(lr), tl.load(grad_scale),
-        tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32),
-        tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32))
+    correction1 = tl.load(corrections)
+    correction2 = tl.load(corrections + 1)
+    learning_rate = tl.load(lr)
+    scale = tl.load(grad_scale)
+    beta1 = tl.load(settings).to(tl.float32)
+    beta2 = tl.load(settings + 1).to(tl.float32)
+    eps = tl.load(settings + 2).to(tl.float32)
+    weight_decay = tl.load(settings + 3).to(tl.float32)
+    numbers = (correction1, correction2, learning_rate, scale, beta1, beta2, eps, weight_decay)
     # a scale that is not finite skips the step: no elements
-    size = tl.where(tl.abs(numbers[3]) < float("inf"), tl.load(row + 5), 0)
-    tensors = (
-        _pointer(row, tl.int16 if master == "remainder" else weight_type), _pointer(row + 1, gradient_type),
-        _pointer(row + 2, moment_type), _pointer(row + 3, moment_type),
-        _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32))
+    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
+    weight = _pointer(row, tl.int16 if master == "remainder" else weight_type)
+    gradient = _pointer(row + 1, gradient_type)
+    exp_avg = _pointer(row + 2, moment_type)
+    exp_avg_sq = _pointer(row + 3, moment_type)
+    master_weight = _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32)
+    tensors = (weight, gradient, exp_avg, exp_avg_sq, master_weight)
     if start + CHUNK <= size:  # without a mask, which would prevent 16-byte loads and stores
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +124,9 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, ADDEND
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    gradient, size, addend = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
+    gradient = _pointer(row + 1, gradient_type)
+    size = tl.load(row + 5)
+    addend = tl.load(row + 6)
     if start + CHUNK <= size:  # as in `_adam`
         squares = _sum_of_squares(gradient, addend, stride, start, None, ADDENDS, CHUNK, BLOCK)
     else:
@@ -140,7 +149,10 @@ def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr
         if ADDENDS:
             tl.store(gradient + offsets, g.to(gradient.dtype.element_ty), mask)
             g = g.to(gradient.dtype.element_ty).to(tl.float32)
-        squares += g * g if mask is None else tl.where(mask, g * g, 0.0)
+        if mask is None:
+            squares += g * g
+        else:
+            squares += tl.where(mask, g * g, 0.0)
     return squares
 
 
@@ -157,10 +169,10 @@ class _Tables:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The elements of a parameter that a FastAdam updates, after `FastAdam.update_parts`."""
+class Slice:
+    """The elements of a parameter that a FastAdam updates, after `FastAdam.set_slices`."""
 
-    first: int  # of these elements in the parameter
+    first: int  # index of the first one in the parameter
     size: int  # their number
     addend_start: int = 0  # of their addends in a row of `addends`
 
@@ -168,7 +180,8 @@ class Part:
 def _check_betas(betas, moment_dtype):
     """Raise ValueError for betas with which AdamW does not train."""
     are_betas = all(0 <= beta < 1 for beta in betas)
-    if not are_betas or moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
+    are_too_large = moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA
+    if not are_betas or are_too_large:
         raise ValueError(f"FastAdam: betas {betas}: must be in [0, 1), at most {LARGEST_BF16_BETA:.3f} with "
                          "BF16 moments, else these never decrease; (0.9, 0.95) works")
 
@@ -191,8 +204,9 @@ class FastAdam(torch.optim.Optimizer):
         self.dtype = None  # of the parameters
         self.gradient_dtype = None
         self.tables = []  # a _Tables for each parameter group
-        self.parts = None  # see `update_parts`; None: update all elements of all parameters
-        self.addends = self.copy_distances = None
+        self.slices = None  # see `set_slices`; None: update all elements of all parameters
+        self.addends = None
+        self.copy_distances = None
         # foreach: for PyTorch's zero_grad
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True))
 
@@ -203,28 +217,24 @@ class FastAdam(torch.optim.Optimizer):
         parameters = group["params"]
         try:
             _check_betas(group["betas"], self.moment_dtype)
-            types = {parameter.dtype for parameter in parameters}
-            if self.dtype is not None:
-                types.add(self.dtype)
-            if len(types) != 1 or not types <= TYPES.keys():
-                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+            self.dtype = self._common_dtype(parameters)
         except ValueError:
             self.param_groups.pop()
             raise
-        [self.dtype] = types
         if self.dtype == torch.float32:
             self.master = "none"
         elif self.store_param_remainders:
             self.master = "remainder"
         else:
             self.master = "float32"
-        # of this group, or if it is empty of one before
-        device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
+        groups_with_parameters = [group for group in self.param_groups if group["params"]]
+        device = groups_with_parameters[-1]["params"][0].device  # an empty group has that of one before
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
-            chunks=self._make_chunks(parameters).to(device), lr=group["lr"],
+            chunks=self._make_chunks(parameters).to(device),
+            lr=group["lr"],
             options=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
@@ -235,31 +245,42 @@ class FastAdam(torch.optim.Optimizer):
             elif self.master == "float32":
                 state["master_param"] = parameter.detach().float().clone()
 
+    def _common_dtype(self, parameters) -> torch.dtype:
+        """Return the dtype of these parameters and of those before. ValueError unless all have one."""
+        types = {parameter.dtype for parameter in parameters}
+        if self.dtype is not None:
+            types.add(self.dtype)
+        if len(types) != 1 or not types <= TYPES.keys():
+            raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
+        return types.pop()
+
     def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
         chunks = []
         for row, parameter in enumerate(parameters):
-            count = ceil_div(self._part(parameter).size, CHUNK)
+            count = ceil_div(self._slice(parameter).size, CHUNK)
             chunks += [[row, chunk] for chunk in range(count)]
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
-    def _part(self, parameter) -> Part:
-        if self.parts is None:
-            return Part(first=0, size=parameter.numel())
-        return self.parts.get(parameter, Part(first=0, size=0))
+    def _slice(self, parameter) -> Slice:
+        if self.slices is None:
+            return Slice(first=0, size=parameter.numel())
+        return self.slices.get(parameter, Slice(first=0, size=0))
 
-    def update_parts(self, parts, addends, copy_distances):
-        """From now on update a part of each parameter, whose gradient is a sum, and write it to several
-        places. So several optimizers can divide an update. Only the state of the parts is then up to date.
+    def set_slices(self, slices, addends, copy_distances):
+        """From now on update a slice of each parameter, whose gradient is a sum, and write it to several
+        places. So several optimizers can divide an update. Only the state of the slices is then up to date.
 
         Call `sum_of_squares` once before each `step`: it adds the addends to the gradients, in place.
 
         Args:
-            parts: {parameter: Part}; other parameters are not updated.
-            addends: (n, width), of the gradients' dtype: what is added to the gradients of all parts.
+            slices: {parameter: Slice}; other parameters are not updated.
+            addends: (n, width), of the gradients' dtype: what is added to the gradients of all slices.
             copy_distances: (m,) int64: bytes from a weight to each of its copies, which `step` writes, too.
         """
-        self.parts, self.addends, self.copy_distances = parts, addends, copy_distances
+        self.slices = slices
+        self.addends = addends
+        self.copy_distances = copy_distances
         for group, tables in zip(self.param_groups, self.tables):
             tables.chunks = self._make_chunks(group["params"]).to(tables.lr.device)
             tables.addresses = None  # `prepare` writes the pointers anew
@@ -308,21 +329,25 @@ class FastAdam(torch.optim.Optimizer):
 
     def _pointer_row(self, parameter, device):
         """Return a row of `_Tables.pointers`."""
-        gradient, state, part = parameter.grad, self.state[parameter], self._part(parameter)
-        if gradient is None or part.size == 0:
+        gradient = parameter.grad
+        state = self.state[parameter]
+        updated = self._slice(parameter)
+        if gradient is None or updated.size == 0:
             return [0] * 7
         master = state.get("master_param", parameter)  # without one, not read
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
-        addresses = [tensor.data_ptr() + part.first * tensor.element_size() for tensor in tensors]
+        addresses = [tensor.data_ptr() + updated.first * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
             raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
-        if devices := {str(tensor.device) for tensor in tensors} - {str(device)}:
-            raise ValueError(f"FastAdam: tensors of a group on {', '.join(sorted(devices))}, {device}: all "
-                             "must be on one device; make the optimizer after the model is moved")
+        other_devices = {str(tensor.device) for tensor in tensors} - {str(device)}
+        if other_devices:
+            found = ", ".join(sorted(other_devices))
+            raise ValueError(f"FastAdam: tensors of a group on {found}, {device}: all must be on one device; "
+                             "make the optimizer after the model is moved")
         addend = 0
         if self.addends is not None:
-            addend = self.addends[0, part.addend_start:].data_ptr()
-        return [*addresses, part.size, addend]
+            addend = self.addends[0, updated.addend_start:].data_ptr()
+        return [*addresses, updated.size, addend]
 
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -336,12 +361,14 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sum_of_squares(self):
-        """Return the sum of the squares of all gradients, () float32. After `update_parts`, first add the
-        addends to the gradients; the sum is that of the parts."""
+        """Return the sum of the squares of all gradients, () float32. After `set_slices`, first add the
+        addends to the gradients; the sum is that of the slices."""
         self.prepare()
-        addends, stride = 0, 0
+        addends = 0
+        stride = 0  # bytes
         if self.addends is not None:
-            addends, stride = len(self.addends), self.addends.stride(0) * self.addends.element_size()
+            addends = len(self.addends)
+            stride = self.addends.stride(0) * self.addends.element_size()
         sums = []
         for tables in self.tables:
             sums.append(torch.empty(len(tables.chunks), device=tables.lr.device))
@@ -357,7 +384,8 @@ class FastAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure` returned, or None. grad_scale: ()
         float32 on the device, multiplies the gradients. If it is not finite, weights, state and step count do
         not change; no host synchronization."""
-        loss, device = None, self.tables[0].lr.device
+        loss = None
+        device = self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
             raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
         if closure is not None:

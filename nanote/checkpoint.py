@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from nanote import parallel, recipes, training_state
 from nanote.tokens import sha256
-from nanote.training_state import with_prefix
+from nanote.training_state import under_prefix
 
 FORMAT = 1  # version of the format
 
@@ -80,20 +80,21 @@ def check_readable(folder) -> None:
                                   "another run") from None
 
 
-def lock(run_dir):
-    """Lock a run's folder for this process until the returned file is closed. Collective."""
-    file = open(Path(run_dir, ".lock"), "w")
+@contextlib.contextmanager
+def locked(run_dir):
+    """Lock a run's folder for this process inside the context. Collective."""
+    with open(Path(run_dir, ".lock"), "w") as file:
+        parallel.on_rank0(lambda: take_lock(file, run_dir))
+        yield
 
-    def take():
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run_dir}: another process trains there; stop it, or pass --out-dir") from None
-        except OSError:  # a file system without locks
-            pass
 
-    parallel.on_rank0(take)
-    return file
+def take_lock(file, run_dir) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{run_dir}: another process trains there; stop it, or pass --out-dir") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 # ---------------------------------------------------------------- writing
@@ -104,22 +105,23 @@ class Checkpoints:
     def __init__(self, run_dir, keep: int):
         self.run_dir = Path(run_dir)
         self.keep = keep
-        self.failures = []  # OSErrors that `error` has not returned yet
+        self.failures = []  # OSErrors that `pop_error` has not returned yet; the thread appends to it
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing = None  # the future of the last save
         # in the training's group, a thread's collectives could come in another order on each rank
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def save(self, step: int, model, optimizer, meta: dict, skipped=()) -> None:
+    def save(self, step: int, model, optimizer, meta: dict) -> None:
         """Copy the state of a run to host memory, and start to write it. Waits for the previous save.
 
-        `meta`: of the run, for meta.json; `skipped`: its steps that were not finite.
+        `meta`: of the run, for meta.json; "skipped" in it: steps that were not finite.
         """
         self.wait()
         meta = meta | {"format": FORMAT, "step": step, "torch": torch.__version__,
                        "optimizer_groups": options_of_groups(optimizer)}
         optimizer.gather_state()
-        tensors, offsets = {}, {}
+        tensors = {}
+        offsets = {}
         for part in training_state.parts_to_write(model, optimizer):
             # on the training stream: a temporary tensor's memory is not used again before it is copied
             on_host = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
@@ -127,7 +129,7 @@ class Checkpoints:
             offsets[part.name] = part.offsets
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        self.writing = self.thread.submit(self._write, tensors, offsets, meta, set(skipped))
+        self.writing = self.thread.submit(self._write, tensors, offsets, meta)
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises errors other than OSError, which are bugs."""
@@ -137,11 +139,17 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
 
-    def error(self) -> OSError | None:
+    def finish(self) -> None:
+        """Wait until nothing is being written. Raise OSError if the last checkpoint was not written."""
+        self.wait()
+        if error := self.pop_error():
+            raise error
+
+    def pop_error(self) -> OSError | None:
         """Return why a checkpoint was not written, each error once, if no later one was. Does not wait."""
         return self.failures.pop(0) if self.failures else None
 
-    def _write(self, tensors: dict, offsets: dict, meta: dict, skipped: set) -> None:
+    def _write(self, tensors: dict, offsets: dict, meta: dict) -> None:
         """Write a checkpoint to a hidden folder and rename it. Runs in the thread of every rank."""
         folder = self.run_dir / f"step-{meta['step']}"
         unfinished = self.run_dir / f".saving-{folder.name}"
@@ -149,7 +157,7 @@ class Checkpoints:
             parallel.on_rank0(lambda: self._make_folder(unfinished), self.group)
             parallel.on_each_rank(lambda: write_shard(unfinished, tensors, offsets), self.group)
             parallel.on_rank0(lambda: complete(unfinished, folder, meta), self.group)
-            parallel.on_rank0(lambda: self._remove_old(meta["step"], skipped), self.group)
+            parallel.on_rank0(lambda: self._remove_old(meta), self.group)
             self.failures.clear()
         except OSError as error:
             if parallel.rank() == 0:
@@ -164,8 +172,8 @@ class Checkpoints:
                 shutil.rmtree(stale, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
-    def _remove_old(self, step: int, skipped: set) -> None:
-        good = last_good(self.run_dir, step, skipped)
+    def _remove_old(self, meta: dict) -> None:
+        good = last_good(self.run_dir, meta["step"], meta.get("skipped", ()))
         for old in list_checkpoints(self.run_dir)[:-self.keep]:
             if old != good:
                 hidden = old.rename(old.with_name(f".removing-{old.name}"))  # never half a checkpoint
@@ -229,8 +237,8 @@ def read_meta(folder) -> dict:
     return meta
 
 
-def load(folder, model, optimizer=None) -> dict:
-    """Load the weights, and with an optimizer everything; return meta.json. Checks all files. Collective."""
+def load(folder, model, optimizer=None) -> None:
+    """Load the weights, and with an optimizer everything. Checks all files. Collective."""
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
     meta = read_meta(folder)
@@ -243,11 +251,10 @@ def load(folder, model, optimizer=None) -> dict:
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(model, stored)
         if optimizer is not None:
-            recipes.set_state(model, with_prefix(stored, "fp8."))
+            recipes.set_state(model, under_prefix(stored, "fp8."))
             training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
         if f"{rng}torch" in stored:  # unless there are more ranks now
-            training_state.set_rng_state(with_prefix(stored, rng))
-    return meta
+            training_state.set_rng_state(under_prefix(stored, rng))
 
 
 def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Tensor]:
@@ -276,7 +283,7 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def check_weights(folder: Path, stored: dict, weights: dict) -> None:
     """Raise ValueError unless a checkpoint's weights have the names and shapes of the model's."""
-    found = {name: tuple(tensor.shape) for name, tensor in with_prefix(stored, "model.").items()}
+    found = {name: tuple(tensor.shape) for name, tensor in under_prefix(stored, "model.").items()}
     needed = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(needed.keys() | found.keys()):
         if needed.get(name) != found.get(name):
@@ -288,7 +295,8 @@ def verify(folder: Path, names=None) -> None:
     """Raise ValueError, naming the file, unless every file, or those of `names`, is as it was written."""
     expected = read_checksums(folder)
     if names is None:
-        names = sorted({*expected, *(path.name for path in folder.glob("*.safetensors"))})
+        shards = {path.name for path in folder.glob("*.safetensors")}
+        names = sorted(expected.keys() | shards)
     paths = [folder / name for name in names]
     with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
         found = pool.map(checksum_of, paths)

@@ -25,7 +25,11 @@ def chunk_loss(model, chunks) -> None:
 
 @torch.compiler.disable  # it goes backward inside a forward pass
 def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=None, *others):
-    """Return output(model, x, labels, …): logits, or the loss, computed in chunks."""
+    """Return output(model, x, labels, …): logits, or the loss, computed in chunks.
+
+    others: size and tied_gradient of model_te_fast. A loss needs no size, and without tied_gradient autograd
+    adds the two gradients of a tied weight.
+    """
     if labels is None:
         return output(model, x, labels, is_first_microbatch, *others)
     is_stream = not torch.is_tensor(x)  # the residual of model_te_fast
@@ -36,29 +40,36 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     rows = round_up(rows, 32)  # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
     chunk_pairs = zip(hidden.split(rows), labels.split(rows))
 
-    def loss_of(chunk, chunk_labels, is_first):
+    def loss_share(chunk, chunk_labels, is_first):
         """Return what a chunk adds to the mean loss over all labels."""
         chunk_x = type(x)(chunk) if is_stream else chunk[None]
         share = (chunk_labels != -100).sum() / label_count
         return output(model, chunk_x, chunk_labels[None], is_first) * share
 
+    if torch.is_grad_enabled():
+        is_first = is_first_microbatch is not False
+        loss, hidden_gradient, gradients = _forward_backward(model, loss_share, chunk_pairs, is_first)
+        return _WithGradients.apply(loss, [hidden_gradient, *gradients.values()], hidden, *gradients)
     loss = 0.0
-    if not torch.is_grad_enabled():
-        for chunk, chunk_labels in chunk_pairs:
-            # None: evaluation leaves the FP8 weights of training as they are
-            loss = loss + loss_of(chunk, chunk_labels, None)
-        return loss
+    for chunk, chunk_labels in chunk_pairs:
+        # None: evaluation leaves the FP8 weights of training as they are
+        loss = loss + loss_share(chunk, chunk_labels, None)
+    return loss
 
+
+def _forward_backward(model, loss_share, chunk_pairs, is_first):
+    """Return the loss, the gradient of `hidden`, and {parameter of lm_head: its gradient}."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = 0.0
     hidden_gradients = []
     sums = {}  # {parameter of lm_head: its gradient in float32, summed over chunks}
-    is_first = is_first_microbatch is not False  # the first chunk quantizes the weights for all
     with _without_main_grad(parameters):
         for chunk, chunk_labels in chunk_pairs:
             chunk = chunk.detach().requires_grad_()
-            part = loss_of(chunk, chunk_labels, is_first)
+            share = loss_share(chunk, chunk_labels, is_first)
+            is_first = False  # the first chunk quantizes the weights for all
             inputs = [chunk, *parameters]
-            chunk_gradient, *gradients = torch.autograd.grad(part, inputs, allow_unused=True)
+            chunk_gradient, *gradients = torch.autograd.grad(share, inputs, allow_unused=True)
             hidden_gradients.append(chunk_gradient)
             for parameter, gradient in zip(parameters, gradients):
                 if gradient is None:  # a parameter of another module
@@ -67,11 +78,9 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
                     sums[parameter].add_(gradient)
                 else:
                     sums[parameter] = gradient.to(torch.float32, copy=True)
-            loss = loss + part.detach()
-            is_first = False
-    parameter_gradients = [total.to(parameter.dtype) for parameter, total in sums.items()]
-    gradients = [torch.cat(hidden_gradients), *parameter_gradients]
-    return _WithGradients.apply(loss, gradients, hidden, *sums)
+            loss = loss + share.detach()
+    parameter_gradients = {parameter: total.to(parameter.dtype) for parameter, total in sums.items()}
+    return loss, torch.cat(hidden_gradients), parameter_gradients
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nanote import parallel
 from nanote.recipes import round_up
 
-ALIGNMENT = 128  # elements: each gradient, and each rank's part, starts at a multiple of 256 bytes
+ALIGNMENT = 128  # elements: each gradient, and each rank's shard, starts at a multiple of 256 bytes
 # NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; one would begin too late.
 BUCKET_BYTES = 128 * 2**20
 
@@ -33,20 +33,25 @@ def distribute(model, kind: str, grad_accum: int):
     return model
 
 
-def make_gradients(model, optimizer, grad_accum: int):
-    """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
-    if parallel.mesh(model) is not None:
+def make_gradients(model, grad_accum: int):
+    """Return the gradients of a run: in float32 if a step adds several."""
+    if parallel.mesh_of(model) is not None:
         return parallel.ShardedGradients(model)
-    ranks = parallel.world_size()
-    gradients = Gradients(model, dtype=torch.float32 if grad_accum * ranks > 1 else None)
-    if ranks > 1:
-        from nanote.peers import DividedUpdate  # one process does not need it
-        update = DividedUpdate(optimizer.fast_adam, gradients.buckets)
-        gradients.undivided_reason = update.connect()
-        if not gradients.undivided_reason:
-            gradients.reduce_bucket = update.send
-            optimizer.divided_update = update
-    return gradients
+    adds_several = grad_accum * parallel.world_size() > 1
+    return Gradients(model, dtype=torch.float32 if adds_several else None)
+
+
+def shard_optimizer(optimizer, gradients) -> None:
+    """Let each rank update a part of the parameters (ZeRO-1), if the GPUs can access each other's memory.
+    Else `optimizer.not_sharded_reason` says why all ranks update all. Collective."""
+    if parallel.world_size() == 1 or optimizer.mesh is not None:  # FSDP2 has sharded it
+        return
+    from nanote.peers import ShardedAdam  # one process does not need it
+    sharded_adam = ShardedAdam(optimizer.fast_adam, gradients.buckets)
+    optimizer.not_sharded_reason = sharded_adam.connect()
+    if not optimizer.not_sharded_reason:
+        optimizer.sharded_adam = sharded_adam
+        gradients.reduce_bucket = sharded_adam.send
 
 
 @dataclass(eq=False)
@@ -60,19 +65,28 @@ class Bucket:
     missing: set = field(default_factory=set)  # parameters without a gradient in this backward pass
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
 
-    def part_size(self, ranks: int) -> int:
-        """Return the elements of each rank's part, where an update is divided; the last has fewer."""
-        return round_up(math.ceil(self.size / ranks), ALIGNMENT)
+    def shard_size(self, world_size: int) -> int:
+        """Return the elements that each rank of a sharded optimizer updates; the last has fewer."""
+        return round_up(math.ceil(self.size / world_size), ALIGNMENT)
 
-    def part(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return where a rank's part starts and ends, in elements."""
-        size = self.part_size(ranks)
+    def shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return where a rank's shard starts and ends, in elements."""
+        size = self.shard_size(world_size)
         return min(self.size, rank * size), min(self.size, (rank + 1) * size)
 
 
 def all_reduce(bucket: Bucket) -> None:
     """Sum the gradients of a bucket over ranks."""
     dist.all_reduce(bucket.buffer)
+
+
+@dataclass
+class BackwardPass:
+    """The backward pass of a micro-batch."""
+
+    first: bool  # of a step: overwrites the gradients
+    reduces: bool  # the last of a step, and there are other ranks
+    reduced_buckets: int = 0
 
 
 class Gradients:
@@ -85,20 +99,17 @@ class Gradients:
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
         """`dtype`: of the gradients; None: that of each parameter."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.ranks = parallel.world_size()
+        self.world_size = parallel.world_size()
         self.reduce_bucket = all_reduce
-        self.undivided_reason = ""  # why each rank updates all parameters
         self.buckets = []
         self.bucket_of = {}  # {parameter: its Bucket}
-        self.views = {}  # {parameter: its part of the buffer}
+        self.views = {}  # {parameter: its view of the buffer}
         self.used = set()  # parameters that have a gradient in this step
-        self.active = False  # whether `accumulate` is running
-        self.first = False  # whether this micro-batch is the first of a step
-        self.reduces = False  # whether it is the last, and there are other ranks
         self.is_agreed = False  # whether `used` is known to be the same on all ranks
+        self.current = None  # the BackwardPass, while `accumulate` is running
         self._make_buckets(dtype)
         device = self.parameters[0].device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.ranks > 1 else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.world_size > 1 else None
         self._register_hooks()
 
     def _make_buckets(self, dtype):
@@ -138,43 +149,43 @@ class Gradients:
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
         """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
-        self._start(first, last)
+        reduces = last and self.world_size > 1
+        self.current = BackwardPass(first, reduces)
+        self._prepare()
         try:
             yield
             for bucket in self.buckets:
                 if bucket.missing:  # no gradient reached these parameters
                     self._complete(bucket)
         finally:
-            self.active = False
+            self.current = None
             for parameter in self.parameters:
                 del parameter.main_grad
-        if self.reduces:
+        if reduces:
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
             if not self.is_agreed:  # in the first step
                 self._check_agreement()
             self.is_agreed = True
 
-    def _start(self, first: bool, last: bool):
+    def _prepare(self):
         """Prepare parameters and buckets for a backward pass."""
-        self.active, self.first = True, first
-        self.reduces = last and self.ranks > 1
-        self.reduced_buckets = 0
-        if first:
+        if self.current.first:
             self.used.clear()
         for bucket in self.buckets:
-            bucket.missing, bucket.collected = set(bucket.offsets), []
+            bucket.missing = set(bucket.offsets)
+            bucket.collected = []
         for parameter in self.parameters:
             parameter.grad = None  # drops what another backward pass has left
             parameter.main_grad = self.views[parameter]
-            parameter.overwrite_main_grad = first
+            parameter.overwrite_main_grad = self.current.first
             parameter.grad_added_to_main_grad = False
 
     def _check_agreement(self):
         """Raise ValueError unless the same parameters have a gradient on all ranks. Collective."""
         has_gradient = torch.tensor([parameter in self.used for parameter in self.parameters])
         for count in parallel.sum_over_ranks(has_gradient.float()).tolist():
-            if 0 < count < self.ranks:
+            if 0 < count < self.world_size:
                 raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
                                  "only; let every parameter take part in every loss, or freeze it")
 
@@ -185,22 +196,27 @@ class Gradients:
 
     @torch.no_grad()
     def _collect(self, parameter):
-        """Take a parameter's gradient when autograd has it."""
-        if not self.active:  # a backward pass outside `accumulate`
+        """Take the gradient of a parameter, which arrives in one of three ways:
+
+        1. `grad` has it, by autograd. It waits in `bucket.collected` for the others of the bucket.
+        2. A wgrad GEMM has written it to `main_grad`; `grad` is None, or `main_grad` itself.
+        3. A GEMM has done so, and autograd has added the gradient of another use: `grad` is their sum.
+        """
+        if self.current is None:  # a backward pass outside `accumulate`
             return
-        bucket, gradient = self.bucket_of[parameter], parameter.grad
-        in_main_grad = parameter.grad_added_to_main_grad
-        if in_main_grad and gradient is not None:
-            is_sum = gradient.data_ptr() != parameter.main_grad.data_ptr()
-            if is_sum:  # autograd has added the gradient of another use
-                parameter.main_grad.copy_(gradient)
-        parameter.grad, parameter.grad_added_to_main_grad = None, False
+        bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
                              "to torch.utils.checkpoint.checkpoint")
-        if not in_main_grad:
-            bucket.collected.append((parameter.main_grad, gradient))
-        bucket.missing.discard(parameter)
+        gradient = parameter.grad
+        main_grad = parameter.main_grad
+        if not parameter.grad_added_to_main_grad:
+            bucket.collected.append((main_grad, gradient))
+        elif gradient is not None and gradient.data_ptr() != main_grad.data_ptr():
+            main_grad.copy_(gradient)
+        parameter.grad = None
+        parameter.grad_added_to_main_grad = False
+        bucket.missing.remove(parameter)
         self.used.add(parameter)
         if not bucket.missing:
             self._complete(bucket)
@@ -208,28 +224,30 @@ class Gradients:
     @torch.no_grad()
     def _complete(self, bucket):
         """Copy or add what autograd has given to the bucket, and reduce the buckets that are ready."""
-        if self.first:
+        if self.current.first:
             for parameter in bucket.missing:
                 parameter.main_grad.zero_()
         if bucket.collected:
             views = [view for view, _ in bucket.collected]
             gradients = [gradient for _, gradient in bucket.collected]
-            if self.first:
+            if self.current.first:
                 torch._foreach_copy_(views, gradients)
             else:  # in one dtype, because PyTorch adds tensors of two dtypes one by one
                 copies = [torch.empty_like(view) for view in views]
                 torch._foreach_copy_(copies, gradients)
                 torch._foreach_add_(views, copies)
-        bucket.missing, bucket.collected = set(), []
-        if self.reduces:
+        bucket.missing = set()
+        bucket.collected = []
+        if self.current.reduces:
             self._reduce_in_order()
 
     @torch.no_grad()
     def _reduce_in_order(self):
         """Reduce the buckets that are complete, in the order that all ranks keep."""
-        while self.reduced_buckets < len(self.buckets) and not self.buckets[self.reduced_buckets].missing:
-            bucket = self.buckets[self.reduced_buckets]
-            self.reduced_buckets += 1
+        for bucket in self.buckets[self.current.reduced_buckets:]:
+            if bucket.missing:
+                return
+            self.current.reduced_buckets += 1
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):

@@ -21,9 +21,10 @@ class Optimizer:
         """`optimizers`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.optimizers = list(optimizers)
         self.parameters = parallel.local_parameters(model)
-        self.mesh = parallel.mesh(model)  # of ranks that have a shard each
+        self.mesh = parallel.mesh_of(model)  # of ranks that have a shard each
         self.fast_adam = fast_adam
-        self.divided_update = None  # a nanote.peers.DividedUpdate, where each rank updates a part
+        self.sharded_adam = None  # a nanote.peers.ShardedAdam, where each rank updates a part
+        self.not_sharded_reason = ""  # why each rank of --parallel ddp updates all parameters
         self.capturable = fast_adam is not None  # by a CUDA graph
 
     @property
@@ -51,8 +52,8 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients, (), over all ranks."""
-        if self.divided_update is not None:
-            return self.divided_update.gradient_norm()
+        if self.sharded_adam is not None:
+            return self.sharded_adam.gradient_norm()
         if self.fast_adam is not None:
             norm = self.fast_adam.gradient_norm()
         else:
@@ -73,15 +74,15 @@ class Optimizer:
             return
         # FastAdam multiplies gradients as it reads them; a scale of NaN is its signal to skip the step
         scale = torch.where(skip, math.nan, gradient_scale)
-        if self.divided_update is not None:
-            self.divided_update.step(grad_scale=scale)
+        if self.sharded_adam is not None:
+            self.sharded_adam.step(grad_scale=scale)
         else:
             self.fast_adam.step(grad_scale=scale)
 
     def gather_state(self) -> None:
-        """Give every rank the whole state, where the update is divided among ranks. Collective."""
-        if self.divided_update is not None:
-            self.divided_update.gather_state()
+        """Give every rank the whole state, where each rank updates a part. Collective."""
+        if self.sharded_adam is not None:
+            self.sharded_adam.gather_state()
 
 
 def clipping_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -125,6 +126,6 @@ def matrices_of_blocks(model) -> list:
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
-    if parallel.mesh(model) is not None:
+    if parallel.mesh_of(model) is not None:
         raise ValueError("--optimizer muon: needs whole matrices, and these are sharded; pass --parallel ddp")
     return matrices

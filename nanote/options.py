@@ -77,8 +77,8 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
         check_resume(config, from_checkpoint, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)
     elif config.init_from and Path(config.init_from, "tokenizer.json").is_file():
-        from nanote.transfer import check_tokenizer  # imports PyTorch
-        check_tokenizer(config.init_from, config.data)
+        from nanote.transfer import check_same_ids  # imports PyTorch
+        check_same_ids(config.init_from, config.data)
     return config
 
 

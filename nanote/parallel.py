@@ -33,14 +33,13 @@ class Ranks:
 
 def start() -> Ranks:
     """Read torchrun's environment variables and, with several processes, start torch.distributed."""
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    count = int(os.environ.get("WORLD_SIZE", 1))
-    if count > 1 and not dist.is_initialized():
+    ranks = Ranks(rank=int(os.environ.get("RANK", 0)), local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+                  count=int(os.environ.get("WORLD_SIZE", 1)))
+    if ranks.count > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = store_of_these_processes(rank, count)
-        dist.init_process_group(backend, rank=rank, world_size=count, store=store)
-    return Ranks(rank, local_rank, count)
+        store = store_of_these_processes(ranks)
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.count, store=store)
+    return ranks
 
 
 def rank() -> int:
@@ -51,7 +50,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def exit(code: int) -> None:
+def end_process(code: int) -> None:
     """End this process. A rank skips Python's clean-up, which DTensor's gloo threads sometimes abort."""
     if not dist.is_initialized():
         raise SystemExit(code)
@@ -67,25 +66,26 @@ def torchrun_store() -> dist.Store | None:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
+def store_of_these_processes(ranks: Ranks) -> dist.Store | None:
     """Return a part of torchrun's store that only these processes use; None without torchrun.
 
     When torchrun starts all processes again, its store has the addresses of those that died, and PyTorch 2.13
     may connect to them: three of eight restarts after a killed process hung. The count of restarts cannot be
     a prefix, since it differs between machines. So rank 0 proposes one, and admits the processes that answer.
     """
-    common, own_name = torchrun_store(), uuid.uuid4().hex
+    common = torchrun_store()
     if common is None:
         return None
-    if rank == 0:
+    own_name = uuid.uuid4().hex
+    if ranks.rank == 0:
         common.set("nanote-prefix", own_name)
-        for other in range(1, count):
+        for other in range(1, ranks.count):
             answer = common.get(f"{own_name}/{other}").decode()  # waits for it
             common.set(f"{own_name}/admitted/{answer}", "")
         return dist.PrefixStore(own_name, common)
     while True:
         prefix = common.get("nanote-prefix").decode()
-        common.set(f"{prefix}/{rank}", own_name)
+        common.set(f"{prefix}/{ranks.rank}", own_name)
         time.sleep(0.2)
         if common.check([f"{prefix}/admitted/{own_name}"]):  # else the prefix is of a rank 0 that died
             return dist.PrefixStore(prefix, common)
@@ -129,16 +129,15 @@ def shard(model, kind: str, grad_accum: int) -> None:
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
-    ranks = dist.get_world_size()
     device_type = next(model.parameters()).device.type
     if kind == "hsdp":
-        shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        sizes = (ranks // shards, shards)
+        shards = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        sizes = (world_size() // shards, shards)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type, (world_size(),), mesh_dim_names=("shard",))
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
-    has_two_terms = ranks == 2 and grad_accum == 1
+    has_two_terms = world_size() == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
     model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
@@ -167,7 +166,7 @@ def local_parameters(model) -> list:
     return [local_part(parameter) for parameter in model.parameters()]
 
 
-def mesh(model) -> DeviceMesh | None:
+def mesh_of(model) -> DeviceMesh | None:
     """Return the device mesh of a sharded model; None if it is not sharded."""
     parameter = next(model.parameters())
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -198,7 +197,6 @@ class ShardedGradients:
 
     def __init__(self, model):
         self.model = model
-        self.undivided_reason = ""  # each rank updates its part
         self.views = {}  # {this rank's part of a parameter: its gradient}
         self.used = set()  # parts that have a gradient in this step
 
@@ -241,7 +239,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def first_of_ranks(value, group=None):
+def gather_first(value, group=None):
     """Return the value of the first rank where it is neither None nor empty; else `value`. Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
@@ -265,14 +263,15 @@ def on_each_rank(function, group=None):
     or the first one; a RuntimeError with the rank where it is neither ValueError nor OSError."""
     if not dist.is_initialized():
         return function()
-    result, own_error = None, None
+    result = None
+    own_error = None
     try:
         result = function()
     except (ValueError, OSError) as error:
         own_error = error
     except Exception as error:
         own_error = RuntimeError(f"rank {rank()}: {error!r}").with_traceback(error.__traceback__)
-    first_error = first_of_ranks(own_error, group)
+    first_error = gather_first(own_error, group)
     if own_error is not None:
         raise own_error
     if first_error is not None:

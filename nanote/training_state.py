@@ -57,21 +57,21 @@ def parameter_name(stored_name: str) -> str:
     return ""
 
 
-def with_prefix(tensors: dict, prefix: str) -> dict:
-    """Return the tensors whose names begin with `prefix`, named by the rest."""
+def under_prefix(tensors: dict, prefix: str) -> dict:
+    """Return the tensors whose names begin with `prefix`, named without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 # ---------------------------------------------------------------- from a run to tensors
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """What one rank writes of a tensor: all of it, or a shard."""
     name: str
     tensor: torch.Tensor
     offsets: list[int]  # index of its first value in the whole tensor
 
 
-def parts_to_write(model, optimizer) -> Iterator[Part]:
+def parts_to_write(model, optimizer) -> Iterator[StoredPart]:
     """Yield what this rank writes, so that every tensor is written once and all ranks write as much.
 
     Parts are yielded one by one since some are temporary: a float32 master may be computed here.
@@ -81,14 +81,14 @@ def parts_to_write(model, optimizer) -> Iterator[Part]:
     for name, tensor, parameter in named_tensors(model, optimizer):
         if isinstance(parameter, DTensor):
             if tensor.numel() > 0 and is_first_replica(parameter):  # a small one has fewer shards than ranks
-                yield Part(name, tensor.contiguous(), shard_offsets(parameter))
+                yield StoredPart(name, tensor.contiguous(), shard_offsets(parameter))
             continue
         writer = bytes_of_ranks.index(min(bytes_of_ranks))
         bytes_of_ranks[writer] += tensor.nbytes
         if writer == own_rank:
-            yield Part(name, tensor.contiguous(), [0] * tensor.dim())
+            yield StoredPart(name, tensor.contiguous(), [0] * tensor.dim())
     for name, tensor in rng_state().items():  # each rank has its own
-        yield Part(f"rng{own_rank}.{name}", tensor, [0] * tensor.dim())
+        yield StoredPart(f"rng{own_rank}.{name}", tensor, [0] * tensor.dim())
 
 
 def named_tensors(model, optimizer):
@@ -101,18 +101,19 @@ def named_tensors(model, optimizer):
     for name, weight in weights.items():
         yield f"model.{name}", parallel.local_part(weight).detach(), weight
     names = names_of_parameters(weights)
-    for own, state in optimizer.state.items():
-        name = names[id(own)]
+    for local_parameter, state in optimizer.state.items():
+        name = names[id(local_parameter)]
         for key, value in state.items():
-            if key == "master_param" and not has_master(own):
+            if key == "master_param" and not has_master(local_parameter):
                 continue
             if key == "master_param" and value.dtype == torch.int16:
-                value = join_remainder(own.detach(), value)
+                value = join_remainder(local_parameter.detach(), value)
             if isinstance(value, int | float):
                 key += NUMBER
                 value = torch.from_numpy(np.array(value))
             if isinstance(value, torch.Tensor):
-                parameter = weights[name] if value.shape == own.shape else None  # a step count is not sharded
+                is_step_count = value.shape != local_parameter.shape  # it is not sharded
+                parameter = None if is_step_count else weights[name]
                 yield f"optimizer.{name}.{key}", value.detach(), parameter
     for name, value in recipes.get_state(model).items():
         yield f"fp8.{name}", value, None
@@ -164,7 +165,7 @@ def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_gro
         for group in part.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                state = with_prefix(stored, f"optimizer.{name}.")
+                state = under_prefix(stored, f"optimizer.{name}.")
                 load_parameter_state(part, parameter, state, stored[f"model.{name}"])
 
 
@@ -178,18 +179,18 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: di
     elif "master_param" in state and "master_param" not in stored:  # of a float32 run
         stored["master_param"] = weight.float()
     for key, value in stored.items():
-        own = state.get(key)
+        current = state.get(key)
         if key.endswith(NUMBER):
             state[key.removesuffix(NUMBER)] = value.item()
-        elif own is None:
+        elif current is None:
             device = "cpu" if key == "step" else parameter.device  # where torch's optimizers count steps
             state[key] = value.to(device)
-        elif key == "master_param" and own.dtype == torch.int16:
+        elif key == "master_param" and current.dtype == torch.int16:
             rounded, remainder = split_remainder(value)
             parameter.copy_(rounded)
-            own.copy_(remainder)
+            current.copy_(remainder)
         else:
-            own.copy_(value)
+            current.copy_(value)
 
 
 # ---------------------------------------------------------------- float32 masters

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanote import checkpoint, parallel, recipes
-from nanote.training_state import load_optimizer, load_weights, weights_of, with_prefix
+from nanote.training_state import load_optimizer, load_weights, under_prefix, weights_of
 
 
 @torch.no_grad()
@@ -17,13 +17,13 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
     weights = weights_of(model)
     if tensors is None:
         tensors = read_run(source, weights)
-    found = with_prefix(tensors, "model.")
-    check_shapes(source, found, weights)
+    found = under_prefix(tensors, "model.")
+    check_tensor_shapes(source, found, weights)
     if parallel.rank() == 0:
         print_found(source, found, weights)
     has_same_tensors = found.keys() == weights.keys()
     if has_same_tensors:
-        recipes.set_state(model, with_prefix(tensors, "fp8."))
+        recipes.set_state(model, under_prefix(tensors, "fp8."))
     stored = checkpoint.local_parts(tensors)
     for name, weight in weights.items():
         if name not in found:
@@ -45,14 +45,15 @@ def read_run(source: str, weights: dict) -> dict:
     return checkpoint.read_tensors(folder, ("model.", "fp8.", *masters), like=weights)
 
 
-def check_shapes(source: str, found: dict, weights: dict) -> None:
+def check_tensor_shapes(source: str, found: dict, weights: dict) -> None:
     """Raise ValueError if no tensor of the source is in the model, or one of another shape."""
     common = sorted(found.keys() & weights.keys())
     if not common:
         raise ValueError(f"--init-from {source}: none of its tensors ({shortened(found)}) is in the model "
                          f"({shortened(weights)}); name a model of the same file")
     for name in common:
-        there, here = tuple(found[name].shape), tuple(weights[name].shape)
+        there = tuple(found[name].shape)
+        here = tuple(weights[name].shape)
         if there != here:
             raise ValueError(f"--init-from {source}: {name} is {there} there and {here} in the model; pass "
                              "the source's sizes, as in its config.json")
@@ -76,7 +77,7 @@ def sharded_like(weight, tensor):
     return distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
 
 
-def check_tokenizer(source: str, data: str) -> None:
+def check_same_ids(source: str, data: str) -> None:
     """Raise ValueError if the tokenizer.json of the Hugging Face folder `source` encodes the first text of
     token files to other ids than the tokenizer that made them. Both must be readable, or nothing is said."""
     from nanote import tokenizers, tokens  # another run needs no tokenizer

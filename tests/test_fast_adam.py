@@ -308,7 +308,7 @@ def test_changed_gradients_raise_during_a_capture():
     train(optimizer, params, 1)
 
 
-# ---------------------------------------------------------------- an update divided among GPUs
+# ---------------------------------------------------------------- a sharded optimizer
 
 class SharedMemory:
     """Memory of ranks that are all in this process, in place of PyTorch's symmetric memory. `rank`: the one
@@ -342,13 +342,13 @@ class SharedMemory:
         patch.setattr(torch.distributed, "get_world_size", lambda: self.ranks)
         world = types.SimpleNamespace(group_name="world")
         patch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=world))
-        patch.setattr(parallel, "first_of_ranks", lambda value: value)
+        patch.setattr(parallel, "gather_first", lambda value: value)
         patch.setattr(peers, "allocate_shared", self.allocate_shared)
         patch.setattr(peers._symmetric_memory, "rendezvous", self.rendezvous)
 
 
-def divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch):
-    """Return (parameters, gradients, update) of each rank. The parameters are in two buckets, and parts of
+def sharded_over(ranks, dtype, gradient_dtype, remainders, monkeypatch):
+    """Return (parameters, gradients, update) of each rank. The parameters are in two buckets, and shards of
     the ranks begin within parameters."""
     elements = sum(math.prod(shape) for shape in SHAPES)
     monkeypatch.setattr(ddp, "BUCKET_BYTES", elements // 2 * gradient_dtype.itemsize)
@@ -360,7 +360,7 @@ def divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch):
         adam = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
         with pytest.MonkeyPatch.context() as patch:
             memory.start(rank, patch)
-            update = peers.DividedUpdate(adam, gradients.buckets)
+            update = peers.ShardedAdam(adam, gradients.buckets)
             assert update.connect() == ""
         gradients.used.update(params)
         gradients.set_grad()
@@ -374,10 +374,11 @@ def exact_gradients(seed):
     return [(4 * value).round().clamp(-16, 16) / 64 for value in gradients(seed, torch.float32)]
 
 
-def assert_part_equals(update, parameter, expected, expected_parameter):
-    """Compare the state of the part that a rank updates with that of an undivided update."""
-    adam, part = update.fast_adam, update.fast_adam.parts[parameter]
-    elements = slice(part.first, part.first + part.size)
+def assert_slice_equals(update, parameter, expected, expected_parameter):
+    """Compare the state of what a rank updates of a parameter with that of an optimizer of its own."""
+    adam = update.fast_adam
+    updated = adam.slices[parameter]
+    elements = slice(updated.first, updated.first + updated.size)
     state, expected_state = adam.state[parameter], expected.state[expected_parameter]
     pairs = [  # a compiler may round other operations of the two kernels
         (state["exp_avg"], expected_state["exp_avg"], 1e-9),
@@ -390,9 +391,9 @@ def assert_part_equals(update, parameter, expected, expected_parameter):
 @pytest.mark.parametrize("ranks, dtype, gradient_dtype, remainders", [
     (2, torch.bfloat16, torch.float32, True), (2, torch.float32, torch.float32, False),
     (4, torch.bfloat16, torch.bfloat16, True)])
-def test_a_divided_update_equals_one_of_summed_gradients(
+def test_a_sharded_update_equals_one_of_summed_gradients(
         ranks, dtype, gradient_dtype, remainders, monkeypatch):
-    made = divided_among(ranks, dtype, gradient_dtype, remainders, monkeypatch)
+    made = sharded_over(ranks, dtype, gradient_dtype, remainders, monkeypatch)
     params = parameters(dtype)
     alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
     for step in range(2):
@@ -415,25 +416,25 @@ def test_a_divided_update_equals_one_of_summed_gradients(
     for own, _, update in made:
         assert_equal(own, made[0][0])
         for parameter, mine in zip(params, own):
-            assert_part_equals(update, mine, alone, parameter)
+            assert_slice_equals(update, mine, alone, parameter)
 
 
-def test_ranks_have_parts_of_about_one_size(monkeypatch):
-    made = divided_among(4, torch.float32, torch.float32, False, monkeypatch)
-    sizes = [sum(part.size for part in update.fast_adam.parts.values()) for _, _, update in made]
+def test_ranks_have_shards_of_about_one_size(monkeypatch):
+    made = sharded_over(4, torch.float32, torch.float32, False, monkeypatch)
+    sizes = [sum(updated.size for updated in update.fast_adam.slices.values()) for _, _, update in made]
     elements = sum(math.prod(shape) for shape in SHAPES)
     assert sum(sizes) == elements and max(sizes) < 1.2 * elements / 4
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
-def test_a_divided_update_at_the_sizes_of_training(monkeypatch):
+def test_a_sharded_update_at_the_sizes_of_training(monkeypatch):
     monkeypatch.setitem(globals(), "SHAPES", [(50304, 768), (768,), (16384, 1040), (8208,)])
-    test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True, monkeypatch)
+    test_a_sharded_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True, monkeypatch)
 
 
-def test_a_divided_update_is_not_done_in_part(monkeypatch):
-    _, _, update = divided_among(2, torch.float32, torch.float32, False, monkeypatch)[0]
+def test_a_sharded_update_is_not_done_in_part(monkeypatch):
+    _, _, update = sharded_over(2, torch.float32, torch.float32, False, monkeypatch)[0]
     with pytest.raises(ValueError, match="call gradient_norm"):
         update.step(grad_scale=torch.ones((), device=DEVICE))
     update.gradient_norm()

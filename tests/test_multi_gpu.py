@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from nanote import models, recipes
 from nanote.config import TrainConfig
-from nanote.ddp import distribute, make_gradients
+from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.graphs import CudaGraph
 from nanote.optimizers import clipping_scale, make_optimizer
 
@@ -50,8 +50,8 @@ def is_as_on_rank_0(tensor):
 
 
 def compare_ranks(p2p_disable):
-    '''Take a few steps of ddp. Print why the update is not divided, whether all ranks have the same weights
-    and the same optimizer state, and the gradient norms.'''
+    '''Take a few steps of ddp. Print why the optimizer is not sharded, whether all ranks have the same
+    weights and the same optimizer state, and the gradient norms.'''
     os.environ["NCCL_P2P_DISABLE"] = p2p_disable  # NCCL has read it before
     config = TrainConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, lr=1e-2)
     device, recipe = torch.device("cuda", ranks.local_rank), recipes.make(config)
@@ -59,7 +59,8 @@ def compare_ranks(p2p_disable):
     model = models.make_model(config, device, torch.bfloat16, recipe)
     model = distribute(model, config.parallel, config.grad_accum)
     optimizer = make_optimizer(model, config)
-    gradients = make_gradients(model, optimizer, config.grad_accum)
+    gradients = make_gradients(model, config.grad_accum)
+    shard_optimizer(optimizer, gradients)
 
     def step(ids):
         with gradients.accumulate(first=True, last=True):
@@ -75,7 +76,7 @@ def compare_ranks(p2p_disable):
     same_weights = all([is_as_on_rank_0(parameter) for parameter in model.parameters()])
     states = [tensor for state in optimizer.state.values() for tensor in state.values()]
     same_states = all([is_as_on_rank_0(tensor) for tensor in states])
-    found = [gradients.undivided_reason, same_weights, same_states, norms]
+    found = [optimizer.not_sharded_reason, same_weights, same_states, norms]
     print(f"rank {ranks.rank}: {json.dumps(found)}", flush=True)
 
 
@@ -83,7 +84,7 @@ if ranks.count > 1:
     for p2p_disable in ("0", "1"):
         forget_models()
         compare_ranks(p2p_disable)
-parallel.exit(0)
+parallel.end_process(0)
 """
 
 
@@ -136,8 +137,8 @@ def test_ranks_have_the_same_weights(printed):
     of_rank_0, of_rank_1 = ([json.loads(line) for line in re.findall(rf"rank {rank}: (.+)", text)]
                             for rank in (0, 1))
     assert of_rank_0 == of_rank_1
-    (reason, *is_same, norms), (undivided_reason, *undivided_is_same, undivided_norms) = of_rank_0
-    assert reason == "" and undivided_reason == "NCCL_P2P_DISABLE is set"
-    assert all(is_same) and all(undivided_is_same) and len(set(norms)) == 6
-    assert norms[0] == pytest.approx(undivided_norms[0], rel=1e-3)
-    assert norms == pytest.approx(undivided_norms, rel=0.2)  # rounding changes the FP8 of later steps
+    (reason, *is_same, norms), (unsharded_reason, *unsharded_is_same, unsharded_norms) = of_rank_0
+    assert reason == "" and unsharded_reason == "NCCL_P2P_DISABLE is set"
+    assert all(is_same) and all(unsharded_is_same) and len(set(norms)) == 6
+    assert norms[0] == pytest.approx(unsharded_norms[0], rel=1e-3)
+    assert norms == pytest.approx(unsharded_norms, rel=0.2)  # rounding changes the FP8 of later steps

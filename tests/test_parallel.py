@@ -55,7 +55,7 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
     assert run_train(f"{options} --micro-batch-size 8 {HF} --out-dir hf-in-one") == 0
     runs = {name: extra if "--resume" in extra else f"{options} {extra}" for name, extra in TOGETHER.items()}
-    run_ranks(f"{RUN_ALL}\nparallel.exit(0)", [str(ROOT), json.dumps(runs), f"step-{STEPS}"])
+    run_ranks(f"{RUN_ALL}\nparallel.end_process(0)", [str(ROOT), json.dumps(runs), f"step-{STEPS}"])
     shutil.copytree("fsdp", "fsdp-to-one", ignore=shutil.ignore_patterns(f"step-{STEPS}"))
     assert run_train("--resume --parallel ddp --micro-batch-size 8 --grad-accum 1 --out-dir fsdp-to-one") == 0
     for run in ("ddp", "hsdp", "fsdp", "one-to-ddp", "ddp-to-fsdp", "fsdp-to-one"):
@@ -138,13 +138,13 @@ ranks, model = parallel.start(), torch.nn.Module()
 model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)])
 model.forward = lambda x: model.blocks[0](x)
 ddp.distribute(model, "fsdp", 3)
-gradients = ddp.make_gradients(model, None, 3)
+gradients = ddp.make_gradients(model, 3)
 for i, x in enumerate([2**-9, 0, 0] if ranks.rank else [1, 2**-9, 2**-9]):
     with gradients.accumulate(first=i == 0, last=i == 2):
         model(torch.tensor([[x]], dtype=torch.bfloat16)).sum().backward()
 gradients.set_grad()
 print("found", parallel.local_parameters(model)[0].grad.item(), flush=True)
-parallel.exit(0)
+parallel.end_process(0)
 """
 
 
@@ -153,11 +153,11 @@ def test_shards_sum_micro_batches_in_float32(in_tmp_path):
     assert [output.split()[-1] for output in run_ranks(SUMS, [str(ROOT)])] == ["1.0078125", "1.0078125"]
 
 
-# ---------------------------------------------------------------- an update divided among ranks
+# ---------------------------------------------------------------- a sharded optimizer
 
-# Two processes divide the update by memory that both have, as GPUs do by peer access; or cannot, for two
+# Two processes shard the optimizer by memory that both have, as GPUs do by peer access; or cannot, for two
 # reasons. Its numbers: test_fast_adam.py; on two GPUs: test_multi_gpu.py.
-DIVIDED = """
+SHARDED = """
 import json, os, sys, types
 sys.path.insert(0, sys.argv[1])
 import torch
@@ -205,7 +205,8 @@ def train(allocate, p2p_disable):
     model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(2)])
     adam = FastAdam(list(model.parameters()), lr=1e-2)
     optimizer = Optimizer(model, adam, fast_adam=adam)
-    gradients = ddp.make_gradients(model, optimizer, grad_accum=1)
+    gradients = ddp.make_gradients(model, grad_accum=1)
+    ddp.shard_optimizer(optimizer, gradients)
     norms = []
     for factor in (1.0, float("inf") if ranks.rank else 1.0, 2.0):
         with gradients.accumulate(first=True, last=True):
@@ -218,31 +219,31 @@ def train(allocate, p2p_disable):
     states = [value for state in adam.state.values() for value in state.values()]
     tensors = [*model.parameters(), *states]
     numbers = torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()
-    print(json.dumps([gradients.undivided_reason, norms, numbers]), flush=True)
+    print(json.dumps([optimizer.not_sharded_reason, norms, numbers]), flush=True)
 
 
 peers._symmetric_memory.rendezvous = rendezvous
 train(in_a_file, "0")
 train(None, "1")
 train(not_on_rank_1, "0")
-parallel.exit(0)
+parallel.end_process(0)
 """
 
 
-def test_ranks_divide_the_update_where_they_can_share_memory(in_tmp_path):
+def test_ranks_shard_the_optimizer_where_they_can_share_memory(in_tmp_path):
     """Else all ranks update all weights: where peer access is off, or one rank cannot share its memory. All
     get the same weights and optimizer state. A step that is not finite on one rank is skipped on all."""
     pytest.importorskip("triton")
     environment = dict(LOCAL_WORLD_SIZE="2", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    outputs = run_ranks(DIVIDED, [str(ROOT)], **environment)
+    outputs = run_ranks(SHARDED, [str(ROOT)], **environment)
     of_rank_0, of_rank_1 = [[json.loads(line) for line in output.splitlines() if line.startswith("[")]
                             for output in outputs]
     assert of_rank_0 == of_rank_1
-    divided, without_p2p, without_memory = of_rank_0
-    assert divided[0] == "" and without_p2p[0] == "NCCL_P2P_DISABLE is set"
+    sharded, without_p2p, without_memory = of_rank_0
+    assert sharded[0] == "" and without_p2p[0] == "NCCL_P2P_DISABLE is set"
     assert without_memory[0] == "memory could not be shared: pidfd_getfd failed"
-    first, not_finite, last = divided[1]
+    first, not_finite, last = sharded[1]
     assert math.isfinite(first) and not math.isfinite(not_finite) and math.isfinite(last)
     for _, norms, numbers in (without_p2p, without_memory):
-        assert norms == pytest.approx(divided[1], rel=1e-6, nan_ok=True)
-        assert numbers == pytest.approx(divided[2], rel=1e-5, abs=1e-8)
+        assert norms == pytest.approx(sharded[1], rel=1e-6, nan_ok=True)
+        assert numbers == pytest.approx(sharded[2], rel=1e-5, abs=1e-8)

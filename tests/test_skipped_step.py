@@ -154,9 +154,9 @@ def compare_on_ranks(**options):
             print("found", losses_after(event, **options), flush=True)
     except BaseException:  # at an ordinary exit NCCL would wait for graphs of the other rank
         traceback.print_exc()
-        parallel.exit(1)
+        parallel.end_process(1)
     forget_models()  # NCCL's process group ends only without graphs that use it
-    parallel.exit(0)
+    parallel.end_process(0)
 
 
 def assert_same_losses(outputs):

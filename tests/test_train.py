@@ -379,7 +379,7 @@ def test_good_weights_stay_when_a_learning_rate_ruins_them(tokens, capsys):
 def test_a_run_is_trained_by_one_process(whole, refused):
     shutil.copytree(whole, "run")
     resume = "--resume --out-dir run --max-steps 13 --lr 0.5"
-    with checkpoint.lock("run"):
+    with checkpoint.locked("run"):
         assert "another process trains there" in refused(train.run, resume)
     assert run_train(resume) == 0
 

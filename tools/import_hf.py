@@ -81,9 +81,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     with new_folder(run, advice="name another folder") as unfinished:
         checkpoints = checkpoint.Checkpoints(unfinished, keep=1)
         checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
-        checkpoints.wait()
-        if error := checkpoints.error():
-            raise error
+        checkpoints.finish()
     return run / "step-0"
 
 
