@@ -1,4 +1,4 @@
-"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch with FP8 emulated.
+"""The modules of `transformer_engine.pytorch` that a GPT or an encoder needs, in plain PyTorch, FP8 emulated.
 
 Transformer Engine (TE) cannot even be imported without an NVIDIA GPU. This file replaces it: the same
 modules, constructor arguments, parameter names and FP8 state as TE 2.20. Use it to run a model file on a
@@ -50,7 +50,7 @@ __all__ = [  # the names of `transformer_engine.pytorch` and `transformer_engine
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
     "autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "LayerNorm", "RMSNorm", "Linear",
     "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "TransformerLayer", "checkpoint",
-    "get_cpu_offload_context", "parallel_cross_entropy", "optimizers", "make_graphed_callables",
+    "get_cpu_offload_context", "parallel_cross_entropy", "optimizers",
 ]
 
 
@@ -109,10 +109,10 @@ class Recipe:
         return False
 
     @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
-    def _prepare(self, module_id, group):
-        for module in list(_fp8.modules):
+    def _prepare_traced(self, module_id, group):
+        for module in list(_fp8.early_states):
             if id(module) == module_id:
-                _prepare(module, self, group, is_traced=True)
+                _prepare_module(module, self, group, is_traced=True)
 
     def _check(self):
         """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
@@ -205,7 +205,8 @@ def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
 
 
-is_fp8_block_scaling_available = is_mxfp8_available = is_fp8_available
+is_fp8_block_scaling_available = is_fp8_available
+is_mxfp8_available = is_fp8_available
 
 
 def is_nvfp4_available(return_reason=False):
@@ -225,7 +226,11 @@ class _Region(NamedTuple):
 
 
 class _Fp8State:
-    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
+    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll.
+
+    A region is known by a key, its recipe and group. A _ScalingState belongs to the first region in which its
+    module runs, and is rolled with that region's recipe over that region's group.
+    """
 
     def __init__(self):
         # Open regions, the innermost last; torch.compile loses attributes that are set after flex_attention
@@ -234,14 +239,16 @@ class _Fp8State:
         # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
         self.weights_in_fp8 = False  # inside quantized_model_init, with init_recipe
-        self.init_recipe, self.keep_init_value = None, False
-        self.checkpoint_phase = None  # in checkpoint(): "forward", then "recompute", or "compiled"
+        self.init_recipe = None
+        self.keep_init_value = False
+        # "forward" in the function of checkpoint(), "recompute" in its recomputation; "compiled" in both
+        self.checkpoint_phase = None
         self.checkpoint_scales = None  # (_ScalingState, index) -> scales of the forward pass
         self.regions = {}  # key -> the _Region entered last
         # is_forward -> weak references to the _ScalingState of every module that ran
         self.states = {True: [], False: []}
-        # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
-        self.modules = weakref.WeakKeyDictionary()
+        # every module -> {direction: _ScalingState}, made before its first pass as torch.compile needs
+        self.early_states = weakref.WeakKeyDictionary()
 
     @property
     def enabled(self):
@@ -266,7 +273,9 @@ class autocast:
         if calibrating:
             raise ValueError("autocast(calibrating=True): te_reference emulates no calibration; use "
                              "Transformer Engine")
-        self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
+        self.enabled = enabled
+        self.recipe = recipe
+        self.group = amax_reduction_group
 
     def __enter__(self):
         recipe = _fp8.default_recipe if self.recipe is None else self.recipe
@@ -298,7 +307,8 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
     bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
     """
     outer = (_fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value)
-    _fp8.weights_in_fp8, _fp8.init_recipe = enabled, DelayedScaling() if recipe is None else recipe
+    _fp8.weights_in_fp8 = enabled
+    _fp8.init_recipe = DelayedScaling() if recipe is None else recipe
     _fp8.keep_init_value = preserve_high_precision_init_val
     try:
         yield
@@ -309,9 +319,9 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 fp8_model_init = quantized_model_init  # the deprecated name
 
 
-def _prepare(module, recipe, group, is_traced):
+def _prepare_module(module, recipe, group, is_traced):
     """Create, resize and register the FP8 state of a module that runs in a region."""
-    before = module.fp8_meta.get("recipe")
+    recipe_before = module.fp8_meta.get("recipe")
     module.init_fp8_meta_tensors(recipe)
     if not recipe.delayed():
         return
@@ -319,26 +329,26 @@ def _prepare(module, recipe, group, is_traced):
     _fp8.regions[key] = _Region(True, recipe, group)
     module._register(key, runs=True)
     if is_traced:
-        _prepare_all(module._device(), recipe, before, key)
+        _prepare_untraced_modules(module._device(), recipe, recipe_before, key)
 
 
-def _prepare_all(device, recipe, recipe_before, key):
-    """Prepare all modules while torch.compile traces the first one.
+def _prepare_untraced_modules(device, recipe, recipe_before, key):
+    """Prepare all other modules, too, while torch.compile traces the first one.
 
     A compiled graph cannot prepare them, and the first module's backward pass, which rolls all histories, is
     traced before the others. A roll changes nothing of those that do not run.
     """
-    for module in list(_fp8.modules):
+    for module in list(_fp8.early_states):
         if module.fp8_meta["num_gemms"] == 0:
             continue
         own_recipe = module.fp8_meta.get("recipe")
         if own_recipe is None and module._device() == device:
-            module._make_states(recipe, _fp8.modules[module])
+            module._add_missing_states(recipe, _fp8.early_states[module])
             module._register(key, runs=False)
         elif own_recipe in (recipe, recipe_before):  # of the same model
             module.init_fp8_meta_tensors(recipe)
             module._register(key, runs=False)
-        for state in module._states().values():  # CUDA graphs of torch.compile update static inputs only
+        for state in module._scaling_states().values():  # CUDA graphs of torch.compile update static inputs only
             torch._dynamo.mark_static_address(state.scale)
             torch._dynamo.mark_static_address(state.amax_history)
 
@@ -377,7 +387,8 @@ class _ScalingState:
 
     @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
-        self.key, self.has_run = None, False  # the region that rolls it: the first in which its module ran
+        self.key = None  # of the region that rolls it
+        self.has_run = False
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
 
@@ -527,11 +538,9 @@ class _BlockLinear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         recipe, grad_dtype, x_dtype, w_dtype = ctx.args
         rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
-        return (
-            (rowwise @ w).to(grad_dtype).to(x_dtype),  # dgrad
-            (columnwise.T @ x).to(grad_dtype).to(w_dtype),  # wgrad
-            None, None, None,
-        )
+        dgrad = (rowwise @ w).to(grad_dtype).to(x_dtype)
+        wgrad = (columnwise.T @ x).to(grad_dtype).to(w_dtype)
+        return dgrad, wgrad, None, None, None
 
 
 def amax_of(x, dim=()):
@@ -572,7 +581,7 @@ class _StraightThrough(torch.autograd.Function):
 
 class _QuantizeGrad(torch.autograd.Function):
     """Forward: identity. Backward: quantize and dequantize the gradient, then roll backward histories.
-    `roll`: of `_Module._histories_to_roll`."""
+    `roll`: of `_Module._claim_backward_roll`."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -705,7 +714,7 @@ class _Module(nn.Module):
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
         self._set_parallel(None, 1, column=False, row=False)
-        _fp8.modules[self] = {}
+        _fp8.early_states[self] = {}
 
     # -- tensor parallelism: each rank has a part of every weight
 
@@ -713,7 +722,8 @@ class _Module(nn.Module):
         """Split the output features of the first GEMM (`column`), the input features of the last (`row`)."""
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
-        self.column_parallel, self.row_parallel = column, row
+        self.column_parallel = column
+        self.row_parallel = row
 
     def set_tensor_parallel_group(self, tp_group):
         self.tp_group = tp_group
@@ -731,38 +741,49 @@ class _Module(nn.Module):
 
     # -- parameters
 
-    def _linear_parameters(self, weight, bias, out_features, in_features, init_method, gemm, factory):
-        """Register `weight` (out, in) and `bias` (out,). Without a bias it is an empty tensor, as in TE."""
-        self.register_parameter(weight, nn.Parameter(torch.empty(out_features, in_features, **factory)))
+    def _add_weight(self, name, out_features, in_features, init_method, factory, gemm=0):
+        """Register the weight (out, in) of the module's GEMM of this number."""
+        weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
+        self.register_parameter(name, weight)
+        init_method = init_method or _normal_init
         with torch.no_grad():
-            (init_method or _normal_init)(getattr(self, weight))
-        if self.use_bias:
-            self.register_parameter(bias, nn.Parameter(torch.zeros(out_features, **factory)))
-        else:
-            setattr(self, bias, torch.empty(0, **factory))
+            init_method(weight)
         if self.primary_weights_in_fp8:
             self.init_fp8_meta_tensors(_fp8.init_recipe)
-            parameter = getattr(self, weight)
             if _fp8.keep_init_value:
-                value = parameter.detach().cpu().clone()
-                parameter.get_high_precision_init_val = lambda: value
-                parameter.clear_high_precision_init_val = lambda: None
-            parameter.fp8_owner = (weakref.ref(self), gemm)
+                value = weight.detach().cpu().clone()
+                weight.get_high_precision_init_val = lambda: value
+                weight.clear_high_precision_init_val = lambda: None
+            weight.fp8_owner = (weakref.ref(self), gemm)
             with torch.no_grad():
-                parameter.copy_(_fp8_parameter_value(parameter, parameter))
+                weight.copy_(_fp8_parameter_value(weight, weight))
+
+    def _add_bias(self, name, features, factory):
+        """Register the bias (features,). Without a bias the attribute is an empty tensor, as in TE."""
+        if self.use_bias:
+            self.register_parameter(name, nn.Parameter(torch.zeros(features, **factory)))
+        else:
+            setattr(self, name, torch.empty(0, **factory))
+
+    def _weights(self):
+        """Return the weight of each GEMM."""
+        if self.fp8_meta["num_gemms"] == 2:
+            return [self.fc1_weight, self.fc2_weight]
+        return [self.weight]
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
-        _fp8.modules[self] = {}
+        _fp8.early_states[self] = {}
         if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
-            names = [name for name in ("weight", "fc1_weight", "fc2_weight") if name in self._parameters]
-            for gemm, name in enumerate(names):
-                getattr(self, name).fp8_owner = (weakref.ref(self), gemm)
+            for gemm, weight in enumerate(self._weights()):
+                weight.fp8_owner = (weakref.ref(self), gemm)
 
     def _norm_parameters(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
         gamma = torch.zeros if zero_centered_gamma else torch.ones
         self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
         if normalization == "LayerNorm":
@@ -786,14 +807,15 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _fp8.modules[self]
-            _fp8.modules[self] = {}
-            self._make_states(recipe, meta)
+            meta |= _fp8.early_states[self]
+            _fp8.early_states[self] = {}
+            self._add_missing_states(recipe, meta)
         else:
             meta.pop("scaling_fwd", None)
             meta.pop("scaling_bwd", None)
 
-    def _make_states(self, recipe, states):
+    def _add_missing_states(self, recipe, states):
+        """Add the _ScalingState of each direction to a dictionary that lacks it, and resize what is there."""
         for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             if direction not in states:
                 n = tensors * self.fp8_meta["num_gemms"]
@@ -803,17 +825,18 @@ class _Module(nn.Module):
     def _device(self):
         return next(self.parameters()).device
 
-    def _states(self):
-        states = self.fp8_meta | _fp8.modules.get(self, {})
+    def _scaling_states(self):
+        """Return {direction: _ScalingState}, also before the first pass."""
+        states = self.fp8_meta | _fp8.early_states.get(self, {})
         return {name: states[name] for name in ("scaling_fwd", "scaling_bwd") if name in states}
 
     def _register(self, key, runs):
-        for direction, state in self._states().items():
+        for direction, state in self._scaling_states().items():
             state.register(direction == "scaling_fwd", key, runs)
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         super()._apply(fn, recurse)
-        for state in self._states().values():
+        for state in self._scaling_states().values():
             state.scale = state.scale.to(self._device())
             state.amax_history = state.amax_history.to(self._device())
         return self
@@ -825,9 +848,9 @@ class _Module(nn.Module):
                                "before forward pass when tp_size > 1.")
         if _fp8.enabled:  # first: torch.compile must not have seen what this changes
             if torch.compiler.is_compiling():
-                _fp8.recipe._prepare(id(self), _fp8.group)
+                _fp8.recipe._prepare_traced(id(self), _fp8.group)
             else:
-                _prepare(self, _fp8.recipe, _fp8.group, is_traced=False)
+                _prepare_module(self, _fp8.recipe, _fp8.group, is_traced=False)
         if not torch.compiler.is_compiling():
             self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
         if torch.is_autocast_enabled(x.device.type):
@@ -841,96 +864,99 @@ class _Module(nn.Module):
     def _delayed(self):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
-    def _histories_to_roll(self, x):
-        """Return which backward histories the module's backward pass rolls: "all" for the first module of the
-        region that has a backward pass, None for the others.
+    def _claim_backward_roll(self, x):
+        """Let the first module of a region that has a backward pass roll all backward histories in it. Return
+        what this module's backward pass rolls: "all", or None after the first.
 
-        Under torch.compile, which permits no assignment in a checkpointed function, it is "own" for each.
+        Under torch.compile, which permits no assignment in a checkpointed function, each rolls its "own".
         """
         is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
         if not (_fp8.first_module and torch.is_grad_enabled() and is_trained):
             return None
         if _fp8.checkpoint_phase == "compiled":
             return "own"
-        _fp8.first_module = False
+        _fp8.first_module = False  # the claim
         return "all"
 
     # -- GEMMs
 
-    def _fp8_weight(self, name, index, dtype, is_first_microbatch):
-        """Quantize and dequantize the weight: (out, in) float32, or a (rowwise, columnwise) pair.
+    def _fp8_weight(self, gemm, weight, is_first_microbatch):
+        """Quantize a weight and dequantize it: rowwise and columnwise, both (out, in) float32.
 
         `is_first_microbatch`: None computes it, True computes and caches it, False reads the cache.
         """
-        weight = getattr(self, name)
-        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
-        if hasattr(weight, "fp8_owner") and per_tensor:
-            return _StraightThrough.apply(weight, weight.detach().float(), dtype)
-        value = None
-        if is_first_microbatch is False:
-            value = self._fp8_workspaces.get(name)
-        if value is None:
-            value = self._quantize_weight(weight, index)
-            if is_first_microbatch and torch.compiler.is_compiling():
-                self._allocate_workspaces()
-                for kept, new in zip(self._fp8_workspaces[name], value):
-                    kept.copy_(new)
-            elif is_first_microbatch is not None and not torch.compiler.is_compiling():
-                self._fp8_workspaces[name] = value
-        return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
+        if is_first_microbatch is False and gemm in self._fp8_workspaces:
+            return self._fp8_workspaces[gemm]
+        value = self._quantize_weight(gemm, weight)
+        if is_first_microbatch is None:
+            return value
+        if not torch.compiler.is_compiling():
+            self._fp8_workspaces[gemm] = value
+        elif is_first_microbatch:
+            self._allocate_workspaces()
+            for kept, new in zip(self._fp8_workspaces[gemm], value):
+                kept.copy_(new)
+        return value
 
     @torch.compiler.assume_constant_result
     def _allocate_workspaces(self):
         """Create the cache of FP8 weights, which a graph of torch.compile can only write to."""
         count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
-        for name in ("weight", "fc1_weight", "fc2_weight"):
-            if hasattr(self, name) and name not in self._fp8_workspaces:
-                weight = getattr(self, name).detach().float()
-                self._fp8_workspaces[name] = weight.repeat(count, 1, 1)
-                torch._dynamo.mark_static_address(self._fp8_workspaces[name])
+        for gemm, weight in enumerate(self._weights()):
+            if gemm not in self._fp8_workspaces:
+                self._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
+                torch._dynamo.mark_static_address(self._fp8_workspaces[gemm])
 
-    def _quantize_weight(self, weight, index):
-        """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""
+    def _quantize_weight(self, gemm, weight):
+        """Compute what `_fp8_weight` returns. Per-tensor scaling: both are the same."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
             return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
-        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
+        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), 3 * gemm + 1, fp8_dtype)
         value = dequantize(quantize(weight, scale, fp8_dtype), scale)
         return value, value
 
-    def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
-        """Run the module's linear layer number `gemm` in FP8: (…, in) -> (…, out), float32, not yet rounded
-        to `dtype`. `unrounded` is x before rounding, if that is where TE computes the amax."""
-        recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
-        _check_fp8_shapes(x, getattr(self, weight), recipe)
-        w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
-        if recipe.float8_per_tensor_scaling():
-            fp8_dtype = recipe._dtype(forward=True)
-            measured = x if unrounded is None else unrounded
-            scale = _scale_for(measured, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
-            x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
-            y = _QuantizeGrad.apply(F.linear(x, w), recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
+    def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
+        """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
+        `dtype`. `gemm` counts the module's linear layers. `measured`: x as TE computes its amax, unrounded.
+        """
+        recipe = self.fp8_meta["recipe"]
+        _check_fp8_shapes(x, weight, recipe)
+        roll = self._claim_backward_roll(x) if gemm == 0 else None
+        if not recipe.float8_per_tensor_scaling():
+            w = self._fp8_weight(gemm, weight, is_first_microbatch)
+            y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
+            return y.view(*x.shape[:-1], -1)
+        # The module's states have an entry for each tensor: [input, weight, output] and [dy, dx] of each GEMM
+        forward_state, backward_state = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
+        if hasattr(weight, "fp8_owner"):
+            w = weight.detach().float()
         else:
-            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype)
-            y = y.view(*x.shape[:-1], -1)
-        if bias is not None and dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
-            bias = _round(bias, torch.bfloat16, torch.float32)
-        return y if bias is None else y + bias.float()
+            w, _ = self._fp8_weight(gemm, weight, is_first_microbatch)
+        w = _StraightThrough.apply(weight, w, dtype)
+        fp8_dtype = recipe._dtype(forward=True)
+        measured = x if measured is None else measured
+        scale = _scale_for(measured, recipe, forward_state, 3 * gemm, fp8_dtype)
+        x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
+        return _QuantizeGrad.apply(F.linear(x, w), recipe, backward_state, 2 * gemm, roll)
 
-    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
+    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, measured=None):
         """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`. Row-parallel: sum over the
         ranks, then add the bias."""
-        bias = getattr(self, bias) if self.use_bias and not self.return_bias else None
+        if not self.use_bias or self.return_bias:
+            bias = None
         fused_bias = None if self.row_parallel else bias
         if _fp8.enabled:
-            y = self._fp8_linear(gemm, x, weight, fused_bias, dtype, is_first_microbatch, roll, unrounded)
-            y = y.to(dtype)
+            y = self._fp8_gemms(gemm, x, weight, dtype, is_first_microbatch, measured)
+            y = _add_bias_of_fp8_gemm(y, fused_bias, dtype).to(dtype)
         else:
-            y = _plain_linear(x, getattr(self, weight), fused_bias, dtype)
+            y = _plain_linear(x, weight, fused_bias, dtype)
         if self.row_parallel and self.tp_size > 1:
             y = _RowParallelOutput.apply(y, self.tp_group)
-        return y + bias.to(dtype) if self.row_parallel and bias is not None else y
+        if self.row_parallel and bias is not None:
+            y = y + bias.to(dtype)
+        return y
 
     # -- state dict: TE's keys. TE pickles `fp8_meta` here, but loads no such pickle; the model files save it
 
@@ -961,11 +987,21 @@ def _check_fp8_shapes(x, weight, recipe):
                 f"(the weight gradient), but got {name} with dims={list(tensor.shape)}")
 
 
+def _add_bias_of_fp8_gemm(y, bias, dtype):
+    """Add the bias to the float32 output of a GEMM whose output in TE has this dtype."""
+    if bias is None:
+        return y
+    if dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
+        bias = _round(bias, torch.bfloat16, torch.float32)
+    return y + bias.float()
+
+
 def _fp8_parameter_value(parameter, master):
     """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
     of an FP8 parameter after an update."""
-    module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    return module._quantize_weight(master, 3 * gemm + 1)[0]
+    owner, gemm = parameter.fp8_owner
+    rowwise, _ = owner()._quantize_weight(gemm, master)
+    return rowwise
 
 
 def _plain_linear(x, weight, bias, dtype):
@@ -1033,15 +1069,15 @@ class Linear(_Module):
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=parallel_mode == "row")
         self.in_features = self._per_rank(in_features, self.row_parallel)
         self.out_features = self._per_rank(out_features, self.column_parallel)
-        self._linear_parameters("weight", "bias", self.out_features, self.in_features, init_method, 0,
-                                _factory(params_dtype, device))
+        factory = _factory(params_dtype, device)
+        self._add_weight("weight", self.out_features, self.in_features, init_method, factory)
+        self._add_bias("bias", self.out_features, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
-            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(inp, dtype)
-            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
+            y = self._last_gemm(0, x, self.weight, self.bias, dtype, is_first_microbatch)
         return (y, self.bias.to(dtype)) if self.return_bias else y
 
 
@@ -1067,16 +1103,17 @@ class LayerNormLinear(_Module):
         self.in_features = in_features
         self.out_features = self._per_rank(out_features, self.column_parallel)
         self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
-        self._linear_parameters("weight", "bias", self.out_features, in_features, init_method, 0, factory)
+        self._add_weight("weight", self.out_features, in_features, init_method, factory)
+        self._add_bias("bias", self.out_features, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(normed, dtype)
-            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
-        return self._outputs(y, self.bias, normed, dtype)
+            bias = self.bias
+            y = self._last_gemm(0, x, self.weight, bias, dtype, is_first_microbatch)
+        return self._outputs(y, bias, normed, dtype)
 
     def _outputs(self, y, bias, normed, dtype):
         out = [y]
@@ -1146,9 +1183,10 @@ class LayerNormMLP(LayerNormLinear):
         fc1_features = width * (2 if activation.endswith("glu") else 1)
         factory = _factory(params_dtype, device)
         self._norm_parameters("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
-        self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, init_method, 0, factory)
-        self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, width, output_layer_init_method, 1,
-                                factory)
+        self._add_weight("fc1_weight", fc1_features, hidden_size, init_method, factory, gemm=0)
+        self._add_bias("fc1_bias", fc1_features, factory)
+        self._add_weight("fc2_weight", hidden_size, width, output_layer_init_method, factory, gemm=1)
+        self._add_bias("fc2_bias", hidden_size, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
@@ -1158,17 +1196,18 @@ class LayerNormMLP(LayerNormLinear):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
             if _fp8.enabled:
-                roll = self._histories_to_roll(inp)
-                h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
+                h = self._fp8_gemms(0, x, self.fc1_weight, dtype, is_first_microbatch)
+                h = _add_bias_of_fp8_gemm(h, fc1_bias, dtype)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
                 # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
             else:
-                h = unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
+                unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
+                h = unrounded
             y = self._last_gemm(
-                1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, roll=None, unrounded=unrounded)
+                1, h, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch, measured=unrounded)
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
@@ -1293,7 +1332,8 @@ class DotProductAttention(_Module):
         bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
         is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
         is_full = mask_type == "no_mask" and window == (-1, -1)
-        mask = None  # SDPA needs none for these two
+        # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
+        mask = None
         if not is_causal and not is_full:
             mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
         if "padding" in mask_type:
@@ -1362,13 +1402,11 @@ class _SplitQKV(LayerNormLinear):
         self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
         factory = _factory(params_dtype, device)
         self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        # TE's order of parameters, on which the optimizer state depends: weights first
         for name, size in zip(("query", "key", "value"), sizes):
-            self._linear_parameters(
-                f"{name}_weight", f"{name}_bias", size, in_features, init_method, 0, factory
-            )
-        for name in ("query_bias", "key_bias", "value_bias") if bias else ():
-            # TE's parameter order, on which the optimizer state depends: weights first
-            self._parameters[name] = self._parameters.pop(name)
+            self._add_weight(f"{name}_weight", size, in_features, init_method, factory)
+        for name, size in zip(("query", "key", "value"), sizes):
+            self._add_bias(f"{name}_bias", size, factory)
 
     @property
     def weight(self):
@@ -1552,7 +1590,7 @@ def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unuse
 
 
 # ------------------------------------------------------------------------------
-# Loss, optimizer, graphs
+# Loss and optimizer
 
 
 def parallel_cross_entropy(
@@ -1712,8 +1750,3 @@ class _Optimizers:
 
 
 optimizers = _Optimizers()
-
-
-def make_graphed_callables(modules, sample_args=None, *args, **kwargs):
-    """Return the modules unchanged; TE captures them in CUDA graphs."""
-    return modules
