@@ -348,7 +348,8 @@ def _prepare_untraced_modules(device, recipe, recipe_before, key):
         elif own_recipe in (recipe, recipe_before):  # of the same model
             module.init_fp8_meta_tensors(recipe)
             module._register(key, runs=False)
-        for state in module._scaling_states().values():  # CUDA graphs of torch.compile update static inputs only
+        # CUDA graphs of torch.compile update static inputs only
+        for state in module._scaling_states().values():
             torch._dynamo.mark_static_address(state.scale)
             torch._dynamo.mark_static_address(state.amax_history)
 
@@ -928,13 +929,14 @@ class _Module(nn.Module):
             w = self._fp8_weight(gemm, weight, is_first_microbatch)
             y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
             return y.view(*x.shape[:-1], -1)
-        # The module's states have an entry for each tensor: [input, weight, output] and [dy, dx] of each GEMM
-        forward_state, backward_state = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
         if hasattr(weight, "fp8_owner"):
             w = weight.detach().float()
         else:
-            w, _ = self._fp8_weight(gemm, weight, is_first_microbatch)
+            w = self._fp8_weight(gemm, weight, is_first_microbatch)[0]
         w = _StraightThrough.apply(weight, w, dtype)
+        # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
+        forward_state = self.fp8_meta.get("scaling_fwd")
+        backward_state = self.fp8_meta.get("scaling_bwd")
         fp8_dtype = recipe._dtype(forward=True)
         measured = x if measured is None else measured
         scale = _scale_for(measured, recipe, forward_state, 3 * gemm, fp8_dtype)
@@ -1029,10 +1031,8 @@ class LayerNorm(_Module):
 
     normalization = "LayerNorm"
 
-    def __init__(
-        self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
-        zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options,
-    ):
+    def __init__(self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
+                 zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options):
         super().__init__()
         options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
         _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
@@ -1057,15 +1057,14 @@ class Linear(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(save_original_input=False)
 
-    def __init__(
-        self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
-        return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options,
-    ):
+    def __init__(self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
+                 return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options):
         super().__init__(num_gemms=1)
         _check_options("Linear", options, self.NOT_EMULATED)
         if parallel_mode not in ("column", "row", None):
             raise ValueError(f"Linear(parallel_mode={parallel_mode!r}): use 'column', 'row' or None")
-        self.use_bias, self.return_bias = bias, return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=parallel_mode == "row")
         self.in_features = self._per_rank(in_features, self.row_parallel)
         self.out_features = self._per_rank(out_features, self.column_parallel)
@@ -1087,16 +1086,16 @@ class LayerNormLinear(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(return_layernorm_output_gathered=False)
 
-    def __init__(
-        self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None, bias=True,
-        normalization="LayerNorm", return_bias=False, params_dtype=None, parallel_mode=None,
-        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **options,
-    ):
+    def __init__(self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None,
+                 bias=True, normalization="LayerNorm", return_bias=False, params_dtype=None,
+                 parallel_mode=None, return_layernorm_output=False, zero_centered_gamma=False, device=None,
+                 name=None, **options):
         super().__init__(num_gemms=1)
         _check_options("LayerNormLinear", options, self.NOT_EMULATED)
         if parallel_mode not in ("column", None):
             raise ValueError(f"LayerNormLinear(parallel_mode={parallel_mode!r}): use 'column' or None")
-        self.use_bias, self.return_bias = bias, return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         factory = _factory(params_dtype, device)
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=False)
@@ -1161,22 +1160,21 @@ class LayerNormMLP(LayerNormLinear):
     `set_parallel_mode` splits ffn_hidden_size over the ranks of `tp_group`: fc1 by column, fc2 by row."""
 
     NOT_EMULATED = _PARALLEL | dict(
-        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False
-    )
+        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False)
 
-    def __init__(
-        self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
-        init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
-        output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
-        set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
-        micro_batch_size=None, **options,
-    ):
+    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
+                 init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
+                 output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
+                 set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
+                 micro_batch_size=None, **options):
         _Module.__init__(self, num_gemms=2)
         _check_options("LayerNormMLP", options, self.NOT_EMULATED)
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}")
-        self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self._set_parallel(tp_group, tp_size, column=set_parallel_mode, row=set_parallel_mode)
         width = self._per_rank(ffn_hidden_size)
@@ -1289,34 +1287,31 @@ class DotProductAttention(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(
         bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None, cp_global_ranks=None,
-        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False,
-    )
+        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False)
     NOT_EMULATED_IN_FORWARD = dict(
         bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
         core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
         inference_params=None, pad_between_seqs=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
         fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
         score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
-        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto",
-    )
+        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto")
 
-    def __init__(
-        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", window_size=None, *, softmax_scale=None, layer_number=None, name=None,
-        **options,
-    ):
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+                 qkv_format="sbhd", attn_mask_type="causal", window_size=None, *, softmax_scale=None,
+                 layer_number=None, name=None, **options):
         super().__init__()
         _check_options("DotProductAttention", options, self.NOT_EMULATED)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
-        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
-        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.attention_dropout = attention_dropout
+        self.softmax_scale = softmax_scale
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
 
-    def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *, cu_seqlens_q=None,
-        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, window_size=None,
-        **options,
-    ):
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *,
+                cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+                attn_mask_type=None, window_size=None, **options):
         _check_options("DotProductAttention.forward", options, self.NOT_EMULATED_IN_FORWARD)
         qkv_format = qkv_format or self.qkv_format
         mask_type = _mask_type(attn_mask_type or self.attn_mask_type)
@@ -1350,8 +1345,7 @@ class DotProductAttention(_Module):
         if mask_type not in supported.get(qkv_format, ()):
             raise ValueError(
                 f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd "
-                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two"
-            )
+                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two")
         if mask_type not in padding_masks and (attention_mask is not None or cu_seqlens_q is not None):
             raise ValueError(f"attn_mask_type={mask_type!r} uses no attention_mask and no cu_seqlens_q; use "
                              "'padding' or 'padding_causal'")
@@ -1384,22 +1378,21 @@ class DotProductAttention(_Module):
             mask = mask | has_no_key  # the softmax of no key is NaN
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=is_causal, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
-        )
+            is_causal=is_causal, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
         return out if mask is None else out.masked_fill(has_no_key, 0)
 
 
 class _SplitQKV(LayerNormLinear):
     """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
 
-    def __init__(
-        self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma, params_dtype,
-        device,
-    ):
+    def __init__(self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma,
+                 params_dtype, device):
         if _fp8.weights_in_fp8:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
         _Module.__init__(self, num_gemms=1)
-        self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
+        self.use_bias = bias
+        self.return_bias = False
+        self.return_layernorm_output = False
         factory = _factory(params_dtype, device)
         self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         # TE's order of parameters, on which the optimizer state depends: weights first
@@ -1433,29 +1426,27 @@ class TransformerLayer(nn.Module):
         bottom_right_diagonal=None, softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6,
         qk_norm_before_rope=False, softmax_type="vanilla", enc_dec_attn_mask_type="no_mask",
         enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, ub_tp_comm_overlap=False,
-        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True,
-    )
+        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 
-    def __init__(
-        self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
-        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None,
-        layer_number=None, kv_channels=None, self_attn_mask_type="causal", window_size=None, *,
-        params_dtype=None, fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True,
-        bias=True, activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd",
-        name=None, seq_length=None, micro_batch_size=None, **options,
-    ):
+    def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
+                 layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
+                 output_layer_init_method=None, layer_number=None, kv_channels=None,
+                 self_attn_mask_type="causal", window_size=None, *, params_dtype=None, fuse_qkv_params=False,
+                 zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True, activation="gelu",
+                 normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None, seq_length=None,
+                 micro_batch_size=None, **options):
         super().__init__()
         _check_options("TransformerLayer", options, self.NOT_EMULATED)
         self.groups = num_gqa_groups or num_attention_heads
         self.head_size = kv_channels or hidden_size // num_attention_heads
         self.heads_per_group = num_attention_heads // self.groups
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self.hidden_dropout, self.self_attn_mask_type = hidden_dropout, self_attn_mask_type
+        self.hidden_dropout = hidden_dropout
+        self.self_attn_mask_type = self_attn_mask_type
         q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
         common = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
-            bias=bias, init_method=init_method, params_dtype=params_dtype, device=device,
-        )
+            bias=bias, init_method=init_method, params_dtype=params_dtype, device=device)
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         if fuse_qkv_params:
             qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **common)
@@ -1464,21 +1455,16 @@ class TransformerLayer(nn.Module):
         self.self_attention.layernorm_qkv = qkv
         self.self_attention.core_attention = DotProductAttention(
             num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format,
-            window_size=window_size,
-        )
+            window_size=window_size)
         self.self_attention.proj = Linear(
             q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
-            params_dtype=params_dtype, device=device,
-        )
+            params_dtype=params_dtype, device=device)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, activation=activation, return_bias=True,
-            output_layer_init_method=output_layer_init_method, **common,
-        )
+            output_layer_init_method=output_layer_init_method, **common)
 
-    def forward(
-        self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, *,
-        is_first_microbatch=None, rotary_pos_emb=None,
-    ):
+    def forward(self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, *,
+                is_first_microbatch=None, rotary_pos_emb=None):
         """Run the block.
 
         Args:
@@ -1503,8 +1489,7 @@ class TransformerLayer(nn.Module):
             q, k = self._rotate(q, q_angles), self._rotate(k, k_angles)
         context = attention.core_attention(
             q, k, v, attention_mask, window_size=window_size,
-            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
-        )
+            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type)
         projected = attention.proj(context, is_first_microbatch=is_first_microbatch)
         x = self._bias_dropout_add(*projected, hidden_states)
         return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
@@ -1593,10 +1578,8 @@ def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unuse
 # Loss and optimizer
 
 
-def parallel_cross_entropy(
-    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
-    is_cg_capturable=False, *, overwrite_input=False,
-):
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
+                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
     """Compute cross-entropy in float32. inp: (B, S, V); target: (B, S) int64.
 
     Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
@@ -1606,8 +1589,7 @@ def parallel_cross_entropy(
                          "vocabulary over ranks; use Transformer Engine")
     losses = F.cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
-        reduction="none",
-    )
+        reduction="none")
     if not reduce_loss:
         return losses.view(target.shape)
     counted = (target != ignore_idx).sum().clamp(min=1)
@@ -1625,32 +1607,36 @@ class FusedAdam(torch.optim.Optimizer):
     the same.
     """
 
-    def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
-        bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
-        master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None,
-    ):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
+                 bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
+                 master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
+                 set_grad_none=None):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if master_weight_dtype != torch.float32 or not (
-            {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}
-        ):
+        moment_dtypes = (torch.float32, torch.bfloat16)
+        has_moment_dtypes = exp_avg_dtype in moment_dtypes and exp_avg_sq_dtype in moment_dtypes
+        if master_weight_dtype != torch.float32 or not has_moment_dtypes:
             raise ValueError(
                 "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
-                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
-            )
+                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
         if use_decoupled_grad:
             raise ValueError("FusedAdam(use_decoupled_grad=True): te_reference reads `grad` only; use "
                              "Transformer Engine")
         if set_grad_none is not None and not set_grad_none:
             raise ValueError("FusedAdam(set_grad_none=False): use zero_grad(set_to_none=False)")
-        super().__init__(params, dict(
-            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
-        ))
-        self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
+        defaults = dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.capturable = capturable
         self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        for group in self.param_groups if capturable else ():
+        if capturable:
+            self._make_capturable()
+
+    def _make_capturable(self):
+        for group in self.param_groups:
             device = next((p.device for p in group["params"]), None)
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
             group["step"] = torch.zeros((), dtype=torch.int, device=device)

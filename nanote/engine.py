@@ -1,7 +1,7 @@
 """The engine: the modules that run FP8 GEMMs, from Transformer Engine, fast_kernels or te_reference.
 
 model_te_optimized.py decides which, because it also stands alone. Everything else imports the engine here.
-`te` is its module and ENGINE its name: te, fast or reference. `te_recipe` is the module of TE's recipe classes.
+`te` is its module, `te_recipe` the module of TE's recipe classes, and ENGINE its name: te, fast or reference.
 The two functions write and read the FP8 state of a model. ENGINES has the names of all engines.
 """
 from dataclasses import dataclass
