@@ -437,7 +437,8 @@ class OptimizedGPT2Model(FP8Model):
 # ------------------------------------------------------------------------------
 # Attention kernels and packed documents
 
-flash_attn_func = flash_attn_varlen_func = None
+flash_attn_func = None
+flash_attn_varlen_func = None
 # FlashAttention 2, then 4 (Hopper, Blackwell): the last that imports is used
 for package in ("flash_attn", "flash_attn.cute"):
     with suppress(ImportError, AttributeError):
@@ -503,6 +504,7 @@ def locate_documents(cu_seqlens, batch, length, with_mask):
 
 # ------------------------------------------------------------------------------
 # FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
+# (fast_kernels/state_dict.py has two of these functions for model_te_fast.py: each file stands alone)
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):

@@ -901,8 +901,9 @@ class _Module(nn.Module):
 
     @torch.compiler.assume_constant_result
     def _allocate_workspaces(self):
-        """Create the cache of FP8 weights, which a graph of torch.compile can only write to."""
-        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
+        """Create the cache of FP8 weights, which a graph of torch.compile can only write to: for each GEMM one
+        tensor, (1, out, in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
+        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
         for gemm, weight in enumerate(self._weights()):
             if gemm not in self._fp8_workspaces:
                 self._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
@@ -932,7 +933,7 @@ class _Module(nn.Module):
         if hasattr(weight, "fp8_owner"):
             w = weight.detach().float()
         else:
-            w = self._fp8_weight(gemm, weight, is_first_microbatch)[0]
+            w = self._fp8_weight(gemm, weight, is_first_microbatch)[0]  # both are the same
         w = _StraightThrough.apply(weight, w, dtype)
         # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
         forward_state = self.fp8_meta.get("scaling_fwd")
