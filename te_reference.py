@@ -779,7 +779,7 @@ class _Module(nn.Module):
             for gemm, weight in enumerate(self._weights()):
                 weight.fp8_owner = (weakref.ref(self), gemm)
 
-    def _norm_parameters(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
+    def _add_norm(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
         self.eps = eps
@@ -901,8 +901,9 @@ class _Module(nn.Module):
 
     @torch.compiler.assume_constant_result
     def _allocate_workspaces(self):
-        """Create the cache of FP8 weights, which a graph of torch.compile can only write to: for each GEMM one
-        tensor, (1, out, in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
+        """Create the cache of FP8 weights, which a graph of torch.compile can only write to.
+
+        Each is one tensor: (1, out, in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
         count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
         for gemm, weight in enumerate(self._weights()):
             if gemm not in self._fp8_workspaces:
@@ -1037,8 +1038,8 @@ class LayerNorm(_Module):
         super().__init__()
         options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
         _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
-        self._norm_parameters("", normalized_shape, eps, self.normalization, zero_centered_gamma,
-                              _factory(dtype or params_dtype, device))
+        factory = _factory(dtype or params_dtype, device)
+        self._add_norm("", normalized_shape, eps, self.normalization, zero_centered_gamma, factory)
 
     def forward(self, x):
         y = x.float() if self.zero_centered_gamma else x  # keep 1 + gamma in float32
@@ -1102,7 +1103,7 @@ class LayerNormLinear(_Module):
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=False)
         self.in_features = in_features
         self.out_features = self._per_rank(out_features, self.column_parallel)
-        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         self._add_weight("weight", self.out_features, in_features, init_method, factory)
         self._add_bias("bias", self.out_features, factory)
 
@@ -1181,7 +1182,7 @@ class LayerNormMLP(LayerNormLinear):
         width = self._per_rank(ffn_hidden_size)
         fc1_features = width * (2 if activation.endswith("glu") else 1)
         factory = _factory(params_dtype, device)
-        self._norm_parameters("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
+        self._add_norm("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
         self._add_weight("fc1_weight", fc1_features, hidden_size, init_method, factory, gemm=0)
         self._add_bias("fc1_bias", fc1_features, factory)
         self._add_weight("fc2_weight", hidden_size, width, output_layer_init_method, factory, gemm=1)
@@ -1395,7 +1396,7 @@ class _SplitQKV(LayerNormLinear):
         self.return_bias = False
         self.return_layernorm_output = False
         factory = _factory(params_dtype, device)
-        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         # TE's order of parameters, on which the optimizer state depends: weights first
         for name, size in zip(("query", "key", "value"), sizes):
             self._add_weight(f"{name}_weight", size, in_features, init_method, factory)
