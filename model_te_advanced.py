@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
-architecture: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names.
+`model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention.
 The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
@@ -75,10 +75,10 @@ class AdvancedConfig:
         if self.head_dim is None:
             width_multiple = math.lcm(gemm_multiple, self.n_head)
             self.head_dim = self.n_embd // self.n_head
-        # All keys together, n_kv_head · head_dim, are a dimension of a GEMM. RoPE needs an even head_dim.
+        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
         head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
         if self.use_rotary:
-            head_multiple = math.lcm(head_multiple, 2)
+            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
         check_multiples(
             self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
         divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
@@ -172,8 +172,8 @@ class AdvancedGPT2Model(FP8Model):
         for layer in range(config.n_layer):
             with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
-        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
-        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
+        # A tied weight has no FP8 values, which nn.Embedding cannot read
+        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
@@ -206,4 +206,5 @@ class AdvancedGPT2Model(FP8Model):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
+        return loss.reshape(())

@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from single layers: every operation is visible.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
-architecture: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names.
+`model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 2 of five: every layer in sight, and where FP8 casts cost an extra pass over memory.
 The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
@@ -139,8 +139,8 @@ class CustomGPT2Model(FP8Model):
             with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
         self.norm = te.LayerNorm(config.n_embd, eps=config.layernorm_epsilon)
-        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
-        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
+        # A tied weight has no FP8 values, which nn.Embedding cannot read
+        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.Linear(config.n_embd, config.vocab_size, bias=False, init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -161,9 +161,11 @@ class CustomGPT2Model(FP8Model):
             return self.output(self.norm(x), labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
-        """Apply lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
+        """Apply lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given. Unlike in the other
+        files, x has been through the final norm."""
         with self.allow_fp8(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
+        return loss.reshape(())

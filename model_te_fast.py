@@ -35,16 +35,77 @@ from fast_kernels.loss import cross_entropy
 from fast_kernels.modules import DelayedScaling, Format
 from fast_kernels.state_dict import load_fp8_state, save_fp8_state
 
+# ------------------------------------------------------------------------------
+# FP8 of any model: the recipe, the region in which GEMMs run in FP8, and its rules for the input
+
+
+class FP8Model(nn.Module):
+    """Base class of a model in FP8."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID,
+                                         amax_history_len=1024, amax_compute_algo="max")
+        self.register_state_dict_post_hook(save_fp8_state)
+        self.register_load_state_dict_pre_hook(load_fp8_state)
+
+    def autocast(self, enabled=True):
+        """Return a context in which TE's GEMMs run in FP8. With enabled=False they do not, even inside
+        another one."""
+        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+
+    def allow_fp8(self, allowed):
+        """Return a context that turns FP8 off unless `allowed`."""
+        return nullcontext() if allowed else self.autocast(enabled=False)
+
+    def check_input(self, batch, length):
+        """Raise ValueError for input_ids (batch, length) that do not fit."""
+        n_positions = self.config.n_positions
+        if length > n_positions:
+            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}: too long")
+        tokens = batch * length
+        multiple = 16  # tokens are the K dimension of wgrad
+        if self.config.use_fp8 and tokens % multiple:
+            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
+                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
+
+
+# ------------------------------------------------------------------------------
+# The architecture
+
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
-def residual_init(config):
-    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
+def residual_init(config):  # of the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
 
 def round_up(n, multiple):
     return (n + multiple - 1) // multiple * multiple
+
+
+def check_multiples(config, **multiples):
+    """Raise ValueError for a field of the config that is no multiple of its number."""
+    for field, multiple in multiples.items():
+        value = getattr(config, field)
+        if value % multiple == 0:
+            continue
+        works = round_up(value, multiple)
+        if field == "vocab_size":
+            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
+        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]  # the small configs have no use_rotary
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
+        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
+                         f"({values}); {works} works")
+
+
+def check_choices(config, **choices):
+    """Raise ValueError for a field of the config that is none of its values."""
+    for field, values in choices.items():
+        value = getattr(config, field)
+        if value not in values:
+            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
 
 
 @dataclass
@@ -76,30 +137,26 @@ class FastConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        default = round_up(8 * self.n_embd // 3, 64) if self.activation == "swiglu" else 4 * self.n_embd
-        self.n_inner = default if self.n_inner is None else self.n_inner
-        has_own_head_dim = bool(self.head_dim)
-        if not has_own_head_dim:
-            self.head_dim = self.n_embd // self.n_head
-        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
-        self.check_multiple("vocab_size", 32)
-        self.check_multiple("n_embd", fp8 if has_own_head_dim else math.lcm(fp8, self.n_head))
-        self.check_multiple("n_inner", fp8)
-        # n_kv_head · head_dim is a dimension of a GEMM, and RoPE rotates pairs
-        of_gemm = fp8 // math.gcd(fp8, self.n_kv_head)
-        self.check_multiple("head_dim", math.lcm(of_gemm, 2) if self.use_rotary else of_gemm)
-        heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        if self.n_kv_head not in heads:
-            raise ValueError(f"{type(self).__name__}.n_kv_head={self.n_kv_head!r}: must be one of {heads}")
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.n_inner is None:
+            self.n_inner = 4 * self.n_embd
+            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
+                self.n_inner = round_up(8 * self.n_embd // 3, 64)
 
-    def check_multiple(self, field, multiple):
-        """Raise ValueError unless a field is a multiple of this number."""
-        value = getattr(self, field)
-        if value % multiple:
-            works = round_up(value, 128 if field == "vocab_size" else multiple)
-            rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
+        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+        width_multiple = gemm_multiple
+        if self.head_dim is None:
+            width_multiple = math.lcm(gemm_multiple, self.n_head)
+            self.head_dim = self.n_embd // self.n_head
+        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
+        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
+        if self.use_rotary:
+            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
+        check_multiples(
+            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
+        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        check_choices(self, n_kv_head=divisors)
 
     @property
     def norm(self):  # arguments of TE's modules
@@ -109,17 +166,8 @@ class FastConfig:
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
-def document_positions(cu_seqlens, batch, length):
-    """Return each token's position in its document, (B, S) int64, as `embed` takes it."""
-    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
-    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
-    return (tokens - cu_seqlens[document - 1]).long()
-
-
 def rope_tables(positions, head_dim, theta):
-    """Return cos and sin of position · theta^(-2i/head_dim), for positions (S,) or (B, S).
-
-    Each is float32, (S, 1, head_dim / 2) or (B, S, 1, head_dim / 2)."""
+    """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
@@ -139,17 +187,18 @@ class Attention(nn.Module):
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
-    def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
+    def forward(self, stream, shape, rope=None, cu_seqlens=None, is_first_microbatch=None):
         config = self.config
-        q_weight = k_weight = None
+        batch, length = shape
+        stream, qkv = fused.norm_linear(stream, self.qkv, is_first_microbatch=is_first_microbatch)
+        qkv = qkv.view(batch, length, -1)  # (B, S, (n_head + 2 n_kv_head) · D)
+        q_weight, k_weight = None, None
         if config.use_qk_norm:
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-        # qkv: (B·S, (n_head + 2 n_kv_head) · D)
-        stream, qkv = fused.norm_linear(stream, self.qkv, is_first_microbatch=is_first_microbatch)
         y = packed_attention(
-            qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, q_weight, k_weight,
-            config.layernorm_epsilon, cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
-        y = y.flatten(0, 1)
+            qkv, config.n_head, config.n_kv_head, rope, q_weight, k_weight, config.layernorm_epsilon,
+            cu_seqlens=cu_seqlens)
+        y = y.flatten(0, 1)  # (B·S, n_head · D)
         return fused.Output(stream, fused.linear(y, self.proj, is_first_microbatch))
 
 
@@ -172,19 +221,18 @@ class Block(nn.Module):
             config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
             init_method=normal_init, output_layer_init_method=residual_init(config))
 
-    def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
-        stream, branch = self.attn(stream, size, rope, cu_seqlens, is_first_microbatch)
+    def forward(self, stream, shape, rope=None, cu_seqlens=None, is_first_microbatch=None):
+        stream, branch = self.attn(stream, shape, rope, cu_seqlens, is_first_microbatch)
         stream = stream.add(fused.dropout(branch, self.config.dropout, self.training))
         stream, branch = self.mlp(stream, is_first_microbatch)
         return stream.add(fused.dropout(branch, self.config.dropout, self.training))
 
 
-class FastGPT2Model(nn.Module):
-    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy,
-    scalar float32.
+class FastGPT2Model(FP8Model):
+    """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids and labels are (B, S) int64. Labels are already shifted; -100 is ignored. `fp8_recipe` may be
-    replaced before the first pass. In FP8, B·S must be divisible by 16, as FP8 GEMMs demand.
+    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
+    `output` may be replaced before the first forward pass.
 
     quantizes_weights_first: whether a pass begins by quantizing all weights in one launch. Set it to False
     with fully_shard, which gathers the weights of a block when it runs: each module then quantizes its own.
@@ -193,9 +241,7 @@ class FastGPT2Model(nn.Module):
     quantizes_weights_first = True
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
+        super().__init__(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -208,81 +254,76 @@ class FastGPT2Model(nn.Module):
             config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.register_state_dict_post_hook(save_fp8_state)
-        self.register_load_state_dict_pre_hook(load_fp8_state)
 
     @torch.compiler.disable(reason="model_te_fast.py runs uncompiled, fastest in CUDA graphs")
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
-        """Compute logits, or the loss if labels are given.
+        """Return logits, or the loss if labels are given.
 
         Args:
-            cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S,
-                repeated as needed. No token sees another document, and positions restart in each. None: a row
-                is one document.
+            cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
+                repeated as needed.
             is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others, so that weights are quantized once a step.
+                False for the others, which reuse its FP8 weights.
         """
-        config, (batch, length) = self.config, input_ids.shape
+        config = self.config
+        batch, length = input_ids.shape
         self.check_input(batch, length)
         positions = torch.arange(length, device=input_ids.device)
         if cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, batch, length)
+            positions = locate_documents(cu_seqlens, batch, length)
+
         # FP8: the embedding's gradient is added in place to that of lm_head, which has the same weight
         tied_gradient = None
         if config.tie_embeddings and config.fp8_lm_head and config.use_fp8:
             tied_gradient = TiedGradient()
+        rope = None
         if config.use_rotary:
             rope = rope_tables(positions, config.head_dim, config.rope_theta)
             x = embed(input_ids, self.wte.weight, tied_gradient=tied_gradient)  # (B, S, n_embd)
         else:
-            rope = None
             x = embed(input_ids, self.wte.weight, positions, self.wpe.weight, tied_gradient)
         x = self.dropout(x)
+        stream = Stream(x.flatten(0, 1))
+        recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
-            first = self.quantize_weights(is_first_microbatch)
-            stream = Stream(x.flatten(0, 1))
+            if config.use_fp8 and self.quantizes_weights_first:
+                if is_first_microbatch is not False:
+                    self.quantize_weights()
+                is_first_microbatch = False  # the modules use the weights quantized before
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False):
-                    run = partial(te.checkpoint, block) if self.recomputes() else block
-                    stream = run(stream, input_ids.shape, rope, cu_seqlens, first)
-            return self.output(stream, labels, first, input_ids.shape, tied_gradient)
+                with self.allow_fp8(config.in_fp8(layer)):
+                    if recomputes:
+                        stream = te.checkpoint(
+                            block, stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
+                    else:
+                        stream = block(stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
+            return self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
 
-    def autocast(self, enabled=True):
-        """Return the context in which GEMMs run in FP8."""
-        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+    def quantize_weights(self):
+        """Quantize all weights of FP8 GEMMs in one launch."""
+        modules = [block for layer, block in enumerate(self.blocks) if self.config.in_fp8(layer)]
+        if self.config.fp8_lm_head:
+            modules.append(self.lm_head)
+        te.quantize_weights(modules)
 
-    def check_input(self, batch, length):
-        n_positions, tokens = self.config.n_positions, batch * length
-        if length > n_positions:
-            raise ValueError(
-                f"input_ids: {length} positions, but n_positions={n_positions}; shorten the sequence"
-            )
-        if self.config.use_fp8 and tokens % 16:
-            raise ValueError(
-                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of 16; "
-                f"{round_up(tokens, 16)} tokens work, or use_fp8=False"
-            )
-
-    def recomputes(self):
-        return self.config.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
-    def quantize_weights(self, is_first_microbatch):
-        """Quantize all FP8 weights in one launch, unless an earlier micro-batch has. Return what modules take
-        as is_first_microbatch: False, since their weights are quantized."""
-        config = self.config
-        if not config.use_fp8 or not self.quantizes_weights_first:
-            return is_first_microbatch
-        if is_first_microbatch is not False:
-            in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]
-            if config.fp8_lm_head:
-                in_fp8.append(self.lm_head)
-            te.quantize_weights(in_fp8)
-        return False
-
-    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_gradient=None):
-        """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or with labels the loss."""
-        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+    def output(self, stream, labels=None, is_first_microbatch=None, shape=None, tied_gradient=None):
+        """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or the loss if labels are
+        given."""
+        with self.allow_fp8(self.config.fp8_lm_head):
             _, logits = fused.norm_linear(stream, self.lm_head, tied_gradient, is_first_microbatch)
         if labels is None:
-            return logits.view(*size, -1)
+            return logits.view(*shape, -1)
+        # The loss writes the logits' gradient in FP8, with the scale of lm_head's output gradient
         return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
+
+
+# ------------------------------------------------------------------------------
+# Packed documents
+
+
+def locate_documents(cu_seqlens, batch, length):
+    """Return each token's position in its document, (B, S) int64, as `embed` takes it."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
+    positions = tokens - cu_seqlens[document - 1]
+    return positions.long()

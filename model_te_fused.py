@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with attention written out.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names. It has what is not
-architecture: the engine, the FP8 state, initializers.
+Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names.
+`model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 3 of five: the same network from modules that fuse a norm with its GEMM.
 The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
@@ -122,8 +122,8 @@ class FusedGPT2Model(FP8Model):
         for layer in range(config.n_layer):
             with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config))
-        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
-        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
+        # A tied weight has no FP8 values, which nn.Embedding cannot read
+        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False,
                                               eps=config.layernorm_epsilon, init_method=normal_init)
         if config.tie_embeddings:
@@ -150,4 +150,5 @@ class FusedGPT2Model(FP8Model):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
+        return loss.reshape(())

@@ -47,19 +47,24 @@ def best_engine():
     return "reference"
 
 
+def import_engine(name):
+    """Return the modules of an engine and of its recipes."""
+    te = import_module(MODULES[name])
+    if name != "te":
+        return te, te
+    major, minor = metadata.version("transformer_engine").split(".")[:2]
+    if (int(major), int(minor)) < (2, 18):
+        raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
+    return te, import_module("transformer_engine.common.recipe")
+
+
 ENGINE = os.environ.get("NANOTE_ENGINE") or best_engine()
 try:
-    te = import_module(MODULES[ENGINE])
-    recipes = te
-    if ENGINE == "te":
-        recipes = import_module("transformer_engine.common.recipe")
-        major, minor = metadata.version("transformer_engine").split(".")[:2]
-        if (int(major), int(minor)) < (2, 18):
-            raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
-    DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
+    te, te_recipe = import_engine(ENGINE)
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
+DelayedScaling, Format = te_recipe.DelayedScaling, te_recipe.Format
 
 
 # ------------------------------------------------------------------------------
@@ -104,7 +109,12 @@ class FP8Model(nn.Module):
                              f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
 
     def drop_local_functions(self):
-        drop_local_functions(self)
+        """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
+        for module in self.modules():
+            vars(module).pop("param_init_meta", None)
+            module._load_state_dict_post_hooks.clear()
+            if hasattr(module, "mask_func"):
+                module.mask_func = te.utils.attention_mask_func
 
     def __setstate__(self, state):  # of a copy or a pickle
         super().__setstate__(state)
@@ -118,8 +128,10 @@ def fp8_forward(forward):
         if torch.compiler.is_compiling():
             if ENGINE == "te" and model.config.use_fp8 and model.fp8_recipe.delayed():
                 return run_uncompiled(forward, model, *args, **options)
-        elif torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
+            return forward(model, *args, **options)
+        if torch.is_inference_mode_enabled():
+            # The pass may create FP8 state, which training could not change if it were inference tensors
+            with torch.inference_mode(False), torch.no_grad():
                 return forward(model, *args, **options)
         return forward(model, *args, **options)
     return run
@@ -151,7 +163,9 @@ def check_multiples(config, **multiples):
         value = getattr(config, field)
         if value % multiple == 0:
             continue
-        works = round_up(value, 128 if field == "vocab_size" else multiple)
+        works = round_up(value, multiple)
+        if field == "vocab_size":
+            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
         deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]  # the small configs have no use_rotary
         values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
         raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
@@ -212,10 +226,10 @@ class OptimizedConfig:
         if self.head_dim is None:
             width_multiple = math.lcm(gemm_multiple, self.n_head)
             self.head_dim = self.n_embd // self.n_head
-        # All keys together, n_kv_head · head_dim, are a dimension of a GEMM. RoPE needs an even head_dim.
+        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
         head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
         if self.use_rotary:
-            head_multiple = math.lcm(head_multiple, 2)
+            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
         check_multiples(
             self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
         divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
@@ -263,7 +277,7 @@ class Attention(nn.Module):
                 attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, cu_seqlens=None, mask=None):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
@@ -277,27 +291,38 @@ class Attention(nn.Module):
             end = kv_cache.length + length
             kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
             k, v = kv_cache.kv[self.layer, :, :, :end].unbind()
-        y = self.attend(q, k, v, documents, generating=kv_cache is not None)
+            y = self.attend_to_cache(q, k, v)
+        else:
+            y = self.attend(q, k, v, cu_seqlens, mask)
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
-    def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. Returns q's elements in any shape.
+    def attend(self, q, k, v, cu_seqlens=None, mask=None):
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. Returns q's elements, in the kernel's shape.
 
-        k and v: (B, S', n_kv_head, D). q: (B, S, n_head, D), at the last S of these positions. documents: of
-        `locate_documents`.
+        q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
+        bool, the other kernels cu_seqlens.
         """
-        config = self.config
-        cu_seqlens, mask = (None, None) if documents is None else documents
-        if self.kernel == "te" and not generating:
+        if self.runs_sdpa(q.dtype):
+            return self.sdpa(q, k, v, mask, is_causal=mask is None)
+        if self.kernel == "te":
             return te_attention(self.attention, q, k, v, cu_seqlens)
-        if self.kernel == "flash" and not generating and q.dtype != torch.float32:
-            return flash_attention(q, k, v, cu_seqlens)
-        is_causal = mask is None
-        if generating:  # else as many queries as keys; under torch.compile these may be symbols
-            queries, keys = q.shape[1], k.shape[1]
-            is_causal = queries == keys
-            if 1 < queries < keys:  # one query sees all keys
-                mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        return flash_attention(q, k, v, cu_seqlens)
+
+    def attend_to_cache(self, q, k, v):
+        """Compute attention for generation: q is at the last positions of k and v, which may be more."""
+        queries, keys = q.shape[1], k.shape[1]
+        mask = None
+        if 1 < queries < keys:  # one query sees all keys
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        return self.sdpa(q, k, v, mask, is_causal=queries == keys)
+
+    def runs_sdpa(self, dtype):
+        """Return whether attention of tensors of this dtype runs on SDPA: FlashAttention has no float32."""
+        return self.kernel == "sdpa" or (self.kernel == "flash" and dtype == torch.float32)
+
+    def sdpa(self, q, k, v, mask, is_causal):
+        """Run PyTorch's kernel: q (B, S, n_head, D) -> (B, S, n_head, D)."""
+        config = self.config
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
@@ -317,8 +342,8 @@ class Block(nn.Module):
             init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
-        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, documents))
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, cu_seqlens=None, mask=None):
+        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask))
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
@@ -341,8 +366,8 @@ class OptimizedGPT2Model(FP8Model):
         for layer in range(config.n_layer):
             with self.allow_fp8_weights(config.in_fp8(layer)):
                 self.blocks.append(Block(config, layer))
-        is_shared = config.tie_embeddings  # with nn.Embedding, which reads no FP8 weight
-        with self.allow_fp8_weights(config.fp8_lm_head and not is_shared):
+        # A tied weight has no FP8 values, which nn.Embedding cannot read
+        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
@@ -365,13 +390,12 @@ class OptimizedGPT2Model(FP8Model):
         past = 0 if kv_cache is None else kv_cache.length  # cached tokens
         self.check_input(batch, length, past)
         positions = torch.arange(past, past + length, device=input_ids.device)
-        documents = None
+        mask = None
         if cu_seqlens is not None:
             if kv_cache is not None:
                 raise ValueError("kv_cache supports one document per row: drop cu_seqlens")
-            # SDPA takes a mask, the other kernels cu_seqlens; float32 is SDPA's
-            with_mask = self.blocks[0].attn.kernel == "sdpa" or self.wte.weight.dtype == torch.float32
-            positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
+            with_mask = self.blocks[0].attn.runs_sdpa(self.wte.weight.dtype)
+            positions, mask = locate_documents(cu_seqlens, batch, length, with_mask)
 
         x = self.wte(input_ids)  # (B, S, n_embd)
         rope = None
@@ -385,9 +409,9 @@ class OptimizedGPT2Model(FP8Model):
             for layer, block in enumerate(self.blocks):
                 with self.allow_fp8(config.in_fp8(layer)):
                     if recomputes:
-                        x = te.checkpoint(block, x, rope, is_first_microbatch, kv_cache, documents)
+                        x = te.checkpoint(block, x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask)
                     else:
-                        x = block(x, rope, is_first_microbatch, kv_cache, documents)
+                        x = block(x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask)
             if kv_cache is not None:
                 kv_cache.length += length
             return self.output(x, labels, is_first_microbatch)
@@ -398,7 +422,8 @@ class OptimizedGPT2Model(FP8Model):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
+        return loss.reshape(())
 
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
@@ -412,8 +437,10 @@ class OptimizedGPT2Model(FP8Model):
 # ------------------------------------------------------------------------------
 # Attention kernels and packed documents
 
-flash_attn_func = flash_attn_varlen_func = None
-for package in ("flash_attn", "flash_attn.cute"):  # FlashAttention 2; 4 (Hopper, Blackwell) is preferred
+flash_attn_func = None
+flash_attn_varlen_func = None
+# FlashAttention 2, then 4 (Hopper, Blackwell): the last that imports is used
+for package in ("flash_attn", "flash_attn.cute"):
     with suppress(ImportError, AttributeError):
         flash = import_module(package)
         flash_attn_func, flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
@@ -423,9 +450,11 @@ def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
-    is_on_gpu = flash_attn_func is not None and major >= (8 if is_version2 else 9)
-    widest = 256 if is_version2 or major == 9 else 128  # head_dim; FlashAttention 4 takes 256 on Hopper only
-    narrowest = 8 if is_version2 else 24  # FlashAttention 4's gradients for heads of 16 are wrong (4.0.0b36)
+    if is_version2:
+        oldest, narrowest, widest = 8, 8, 256  # major version of the GPU; head_dim
+    else:  # version 4, whose gradients for heads of 16 are wrong (4.0.0b36)
+        oldest, narrowest, widest = 9, 24, 256 if major == 9 else 128
+    is_on_gpu = flash_attn_func is not None and major >= oldest
     takes_head_dim = config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
     runs_flash = is_on_gpu and takes_head_dim and config.attn_dropout == 0
     if config.attention == "flash" and not runs_flash:
@@ -461,8 +490,8 @@ def te_attention(attention, q, k, v, cu_seqlens=None):
 
 
 def locate_documents(cu_seqlens, batch, length, with_mask):
-    """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention: SDPA takes
-    a mask, (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
+    """Return each token's position in its document, (B, S), and SDPA's mask, (B, 1, S, S) bool or None. No
+    shape depends on data, as CUDA graphs require."""
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
     positions = tokens - cu_seqlens[document - 1]
@@ -470,11 +499,12 @@ def locate_documents(cu_seqlens, batch, length, with_mask):
     if with_mask:
         is_same_document = document[:, :, None] == document[:, None, :]
         mask = is_same_document.tril()[:, None]
-    return positions, (cu_seqlens, mask)
+    return positions, mask
 
 
 # ------------------------------------------------------------------------------
 # FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
+# (fast_kernels/state_dict.py has two of these functions for model_te_fast.py: each file stands alone)
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
@@ -485,9 +515,14 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
         for direction in ("scaling_fwd", "scaling_bwd"):
             scaling = getattr(module, "fp8_meta", {}).get(direction)
             if has_weights and getattr(scaling, "scale", None) is not None:
-                vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
+                expose_state(module, direction, scaling)
                 state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
                 state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+def expose_state(module, name, scaling):
+    """Make the scales an attribute of the module: PyTorch's get_model_state_dict follows keys by getattr."""
+    vars(module)[name] = scaling
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
@@ -496,7 +531,8 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
     has_scales = False
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
-        if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            # load_state_dict(strict=True) requires this key, which may be empty
             state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
@@ -520,8 +556,9 @@ def set_fp8_state(module, recipe, direction, scale, amax_history):
     scaling.scale.copy_(scale)
     # Row 0 collects the amax of the current step; the last row is the newest step
     current_step, past_steps = amax_history[:1], amax_history[1:]
-    added = len(scaling.amax_history) - len(amax_history)
-    past_steps = F.pad(past_steps, (0, 0, added, 0))  # zeros in front; a negative number cuts rows off there
+    # Where the module's history is longer, put zeros in front; where it is shorter, cut rows off there
+    longer_by = len(scaling.amax_history) - len(amax_history)
+    past_steps = F.pad(past_steps, (0, 0, longer_by, 0))
     scaling.amax_history.copy_(torch.cat([current_step, past_steps]))
 
 
@@ -534,12 +571,3 @@ def register_fp8_state(model):
             module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
             module.fp8_meta_tensors_initialized = False
             module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
-
-
-def drop_local_functions(model):
-    """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
-    for module in model.modules():
-        vars(module).pop("param_init_meta", None)
-        module._load_state_dict_post_hooks.clear()
-        if hasattr(module, "mask_func"):
-            module.mask_func = te.utils.attention_mask_func

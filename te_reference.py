@@ -1,4 +1,4 @@
-"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch with FP8 emulated.
+"""The modules of `transformer_engine.pytorch` that a GPT or an encoder needs, in plain PyTorch, FP8 emulated.
 
 Transformer Engine (TE) cannot even be imported without an NVIDIA GPU. This file replaces it: the same
 modules, constructor arguments, parameter names and FP8 state as TE 2.20. Use it to run a model file on a
@@ -50,7 +50,7 @@ __all__ = [  # the names of `transformer_engine.pytorch` and `transformer_engine
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
     "autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "LayerNorm", "RMSNorm", "Linear",
     "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "TransformerLayer", "checkpoint",
-    "get_cpu_offload_context", "parallel_cross_entropy", "optimizers", "make_graphed_callables",
+    "get_cpu_offload_context", "parallel_cross_entropy", "optimizers",
 ]
 
 
@@ -109,10 +109,10 @@ class Recipe:
         return False
 
     @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
-    def _prepare(self, module_id, group):
-        for module in list(_fp8.modules):
+    def _prepare_traced(self, module_id, group):
+        for module in list(_fp8.early_states):
             if id(module) == module_id:
-                _prepare(module, self, group, is_traced=True)
+                _prepare_module(module, self, group, is_traced=True)
 
     def _check(self):
         """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
@@ -205,7 +205,8 @@ def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
 
 
-is_fp8_block_scaling_available = is_mxfp8_available = is_fp8_available
+is_fp8_block_scaling_available = is_fp8_available
+is_mxfp8_available = is_fp8_available
 
 
 def is_nvfp4_available(return_reason=False):
@@ -225,7 +226,11 @@ class _Region(NamedTuple):
 
 
 class _Fp8State:
-    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
+    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll.
+
+    A region is known by a key, its recipe and group. A _ScalingState belongs to the first region in which its
+    module runs, and is rolled with that region's recipe over that region's group.
+    """
 
     def __init__(self):
         # Open regions, the innermost last; torch.compile loses attributes that are set after flex_attention
@@ -234,14 +239,16 @@ class _Fp8State:
         # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
         self.weights_in_fp8 = False  # inside quantized_model_init, with init_recipe
-        self.init_recipe, self.keep_init_value = None, False
-        self.checkpoint_phase = None  # in checkpoint(): "forward", then "recompute", or "compiled"
+        self.init_recipe = None
+        self.keep_init_value = False
+        # "forward" in the function of checkpoint(), "recompute" in its recomputation; "compiled" in both
+        self.checkpoint_phase = None
         self.checkpoint_scales = None  # (_ScalingState, index) -> scales of the forward pass
         self.regions = {}  # key -> the _Region entered last
         # is_forward -> weak references to the _ScalingState of every module that ran
         self.states = {True: [], False: []}
-        # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
-        self.modules = weakref.WeakKeyDictionary()
+        # every module -> {direction: _ScalingState}, made before its first pass as torch.compile needs
+        self.early_states = weakref.WeakKeyDictionary()
 
     @property
     def enabled(self):
@@ -266,7 +273,9 @@ class autocast:
         if calibrating:
             raise ValueError("autocast(calibrating=True): te_reference emulates no calibration; use "
                              "Transformer Engine")
-        self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
+        self.enabled = enabled
+        self.recipe = recipe
+        self.group = amax_reduction_group
 
     def __enter__(self):
         recipe = _fp8.default_recipe if self.recipe is None else self.recipe
@@ -298,7 +307,8 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
     bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
     """
     outer = (_fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value)
-    _fp8.weights_in_fp8, _fp8.init_recipe = enabled, DelayedScaling() if recipe is None else recipe
+    _fp8.weights_in_fp8 = enabled
+    _fp8.init_recipe = DelayedScaling() if recipe is None else recipe
     _fp8.keep_init_value = preserve_high_precision_init_val
     try:
         yield
@@ -309,9 +319,9 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 fp8_model_init = quantized_model_init  # the deprecated name
 
 
-def _prepare(module, recipe, group, is_traced):
+def _prepare_module(module, recipe, group, is_traced):
     """Create, resize and register the FP8 state of a module that runs in a region."""
-    before = module.fp8_meta.get("recipe")
+    recipe_before = module.fp8_meta.get("recipe")
     module.init_fp8_meta_tensors(recipe)
     if not recipe.delayed():
         return
@@ -319,26 +329,27 @@ def _prepare(module, recipe, group, is_traced):
     _fp8.regions[key] = _Region(True, recipe, group)
     module._register(key, runs=True)
     if is_traced:
-        _prepare_all(module._device(), recipe, before, key)
+        _prepare_untraced_modules(module._device(), recipe, recipe_before, key)
 
 
-def _prepare_all(device, recipe, recipe_before, key):
-    """Prepare all modules while torch.compile traces the first one.
+def _prepare_untraced_modules(device, recipe, recipe_before, key):
+    """Prepare all other modules, too, while torch.compile traces the first one.
 
     A compiled graph cannot prepare them, and the first module's backward pass, which rolls all histories, is
     traced before the others. A roll changes nothing of those that do not run.
     """
-    for module in list(_fp8.modules):
+    for module in list(_fp8.early_states):
         if module.fp8_meta["num_gemms"] == 0:
             continue
         own_recipe = module.fp8_meta.get("recipe")
         if own_recipe is None and module._device() == device:
-            module._make_states(recipe, _fp8.modules[module])
+            module._add_missing_states(recipe, _fp8.early_states[module])
             module._register(key, runs=False)
         elif own_recipe in (recipe, recipe_before):  # of the same model
             module.init_fp8_meta_tensors(recipe)
             module._register(key, runs=False)
-        for state in module._states().values():  # CUDA graphs of torch.compile update static inputs only
+        # CUDA graphs of torch.compile update static inputs only
+        for state in module._scaling_states().values():
             torch._dynamo.mark_static_address(state.scale)
             torch._dynamo.mark_static_address(state.amax_history)
 
@@ -377,7 +388,8 @@ class _ScalingState:
 
     @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
-        self.key, self.has_run = None, False  # the region that rolls it: the first in which its module ran
+        self.key = None  # of the region that rolls it
+        self.has_run = False
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
 
@@ -527,11 +539,9 @@ class _BlockLinear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         recipe, grad_dtype, x_dtype, w_dtype = ctx.args
         rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
-        return (
-            (rowwise @ w).to(grad_dtype).to(x_dtype),  # dgrad
-            (columnwise.T @ x).to(grad_dtype).to(w_dtype),  # wgrad
-            None, None, None,
-        )
+        dgrad = (rowwise @ w).to(grad_dtype).to(x_dtype)
+        wgrad = (columnwise.T @ x).to(grad_dtype).to(w_dtype)
+        return dgrad, wgrad, None, None, None
 
 
 def amax_of(x, dim=()):
@@ -572,7 +582,7 @@ class _StraightThrough(torch.autograd.Function):
 
 class _QuantizeGrad(torch.autograd.Function):
     """Forward: identity. Backward: quantize and dequantize the gradient, then roll backward histories.
-    `roll`: of `_Module._histories_to_roll`."""
+    `roll`: of `_Module._claim_backward_roll`."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -705,7 +715,7 @@ class _Module(nn.Module):
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
         self._set_parallel(None, 1, column=False, row=False)
-        _fp8.modules[self] = {}
+        _fp8.early_states[self] = {}
 
     # -- tensor parallelism: each rank has a part of every weight
 
@@ -713,7 +723,8 @@ class _Module(nn.Module):
         """Split the output features of the first GEMM (`column`), the input features of the last (`row`)."""
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
-        self.column_parallel, self.row_parallel = column, row
+        self.column_parallel = column
+        self.row_parallel = row
 
     def set_tensor_parallel_group(self, tp_group):
         self.tp_group = tp_group
@@ -731,38 +742,49 @@ class _Module(nn.Module):
 
     # -- parameters
 
-    def _linear_parameters(self, weight, bias, out_features, in_features, init_method, gemm, factory):
-        """Register `weight` (out, in) and `bias` (out,). Without a bias it is an empty tensor, as in TE."""
-        self.register_parameter(weight, nn.Parameter(torch.empty(out_features, in_features, **factory)))
+    def _add_weight(self, name, out_features, in_features, init_method, factory, gemm=0):
+        """Register the weight (out, in) of the module's GEMM of this number."""
+        weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
+        self.register_parameter(name, weight)
+        init_method = init_method or _normal_init
         with torch.no_grad():
-            (init_method or _normal_init)(getattr(self, weight))
-        if self.use_bias:
-            self.register_parameter(bias, nn.Parameter(torch.zeros(out_features, **factory)))
-        else:
-            setattr(self, bias, torch.empty(0, **factory))
+            init_method(weight)
         if self.primary_weights_in_fp8:
             self.init_fp8_meta_tensors(_fp8.init_recipe)
-            parameter = getattr(self, weight)
             if _fp8.keep_init_value:
-                value = parameter.detach().cpu().clone()
-                parameter.get_high_precision_init_val = lambda: value
-                parameter.clear_high_precision_init_val = lambda: None
-            parameter.fp8_owner = (weakref.ref(self), gemm)
+                value = weight.detach().cpu().clone()
+                weight.get_high_precision_init_val = lambda: value
+                weight.clear_high_precision_init_val = lambda: None
+            weight.fp8_owner = (weakref.ref(self), gemm)
             with torch.no_grad():
-                parameter.copy_(_fp8_parameter_value(parameter, parameter))
+                weight.copy_(_fp8_parameter_value(weight, weight))
+
+    def _add_bias(self, name, features, factory):
+        """Register the bias (features,). Without a bias the attribute is an empty tensor, as in TE."""
+        if self.use_bias:
+            self.register_parameter(name, nn.Parameter(torch.zeros(features, **factory)))
+        else:
+            setattr(self, name, torch.empty(0, **factory))
+
+    def _weights(self):
+        """Return the weight of each GEMM."""
+        if self.fp8_meta["num_gemms"] == 2:
+            return [self.fc1_weight, self.fc2_weight]
+        return [self.weight]
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
-        _fp8.modules[self] = {}
+        _fp8.early_states[self] = {}
         if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
-            names = [name for name in ("weight", "fc1_weight", "fc2_weight") if name in self._parameters]
-            for gemm, name in enumerate(names):
-                getattr(self, name).fp8_owner = (weakref.ref(self), gemm)
+            for gemm, weight in enumerate(self._weights()):
+                weight.fp8_owner = (weakref.ref(self), gemm)
 
-    def _norm_parameters(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
+    def _add_norm(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
         gamma = torch.zeros if zero_centered_gamma else torch.ones
         self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
         if normalization == "LayerNorm":
@@ -786,14 +808,15 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _fp8.modules[self]
-            _fp8.modules[self] = {}
-            self._make_states(recipe, meta)
+            meta |= _fp8.early_states[self]
+            _fp8.early_states[self] = {}
+            self._add_missing_states(recipe, meta)
         else:
             meta.pop("scaling_fwd", None)
             meta.pop("scaling_bwd", None)
 
-    def _make_states(self, recipe, states):
+    def _add_missing_states(self, recipe, states):
+        """Add the _ScalingState of each direction to a dictionary that lacks it, and resize what is there."""
         for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             if direction not in states:
                 n = tensors * self.fp8_meta["num_gemms"]
@@ -803,17 +826,18 @@ class _Module(nn.Module):
     def _device(self):
         return next(self.parameters()).device
 
-    def _states(self):
-        states = self.fp8_meta | _fp8.modules.get(self, {})
+    def _scaling_states(self):
+        """Return {direction: _ScalingState}, also before the first pass."""
+        states = self.fp8_meta | _fp8.early_states.get(self, {})
         return {name: states[name] for name in ("scaling_fwd", "scaling_bwd") if name in states}
 
     def _register(self, key, runs):
-        for direction, state in self._states().items():
+        for direction, state in self._scaling_states().items():
             state.register(direction == "scaling_fwd", key, runs)
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         super()._apply(fn, recurse)
-        for state in self._states().values():
+        for state in self._scaling_states().values():
             state.scale = state.scale.to(self._device())
             state.amax_history = state.amax_history.to(self._device())
         return self
@@ -825,9 +849,9 @@ class _Module(nn.Module):
                                "before forward pass when tp_size > 1.")
         if _fp8.enabled:  # first: torch.compile must not have seen what this changes
             if torch.compiler.is_compiling():
-                _fp8.recipe._prepare(id(self), _fp8.group)
+                _fp8.recipe._prepare_traced(id(self), _fp8.group)
             else:
-                _prepare(self, _fp8.recipe, _fp8.group, is_traced=False)
+                _prepare_module(self, _fp8.recipe, _fp8.group, is_traced=False)
         if not torch.compiler.is_compiling():
             self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
         if torch.is_autocast_enabled(x.device.type):
@@ -841,96 +865,102 @@ class _Module(nn.Module):
     def _delayed(self):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
-    def _histories_to_roll(self, x):
-        """Return which backward histories the module's backward pass rolls: "all" for the first module of the
-        region that has a backward pass, None for the others.
+    def _claim_backward_roll(self, x):
+        """Let the first module of a region that has a backward pass roll all backward histories in it. Return
+        what this module's backward pass rolls: "all", or None after the first.
 
-        Under torch.compile, which permits no assignment in a checkpointed function, it is "own" for each.
+        Under torch.compile, which permits no assignment in a checkpointed function, each rolls its "own".
         """
         is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
         if not (_fp8.first_module and torch.is_grad_enabled() and is_trained):
             return None
         if _fp8.checkpoint_phase == "compiled":
             return "own"
-        _fp8.first_module = False
+        _fp8.first_module = False  # the claim
         return "all"
 
     # -- GEMMs
 
-    def _fp8_weight(self, name, index, dtype, is_first_microbatch):
-        """Quantize and dequantize the weight: (out, in) float32, or a (rowwise, columnwise) pair.
+    def _fp8_weight(self, gemm, weight, is_first_microbatch):
+        """Quantize a weight and dequantize it: rowwise and columnwise, both (out, in) float32.
 
         `is_first_microbatch`: None computes it, True computes and caches it, False reads the cache.
         """
-        weight = getattr(self, name)
-        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
-        if hasattr(weight, "fp8_owner") and per_tensor:
-            return _StraightThrough.apply(weight, weight.detach().float(), dtype)
-        value = None
-        if is_first_microbatch is False:
-            value = self._fp8_workspaces.get(name)
-        if value is None:
-            value = self._quantize_weight(weight, index)
-            if is_first_microbatch and torch.compiler.is_compiling():
-                self._allocate_workspaces()
-                for kept, new in zip(self._fp8_workspaces[name], value):
-                    kept.copy_(new)
-            elif is_first_microbatch is not None and not torch.compiler.is_compiling():
-                self._fp8_workspaces[name] = value
-        return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
+        if is_first_microbatch is False and gemm in self._fp8_workspaces:
+            return self._fp8_workspaces[gemm]
+        value = self._quantize_weight(gemm, weight)
+        if is_first_microbatch is None:
+            return value
+        if not torch.compiler.is_compiling():
+            self._fp8_workspaces[gemm] = value
+        elif is_first_microbatch:
+            self._allocate_workspaces()
+            for kept, new in zip(self._fp8_workspaces[gemm], value):
+                kept.copy_(new)
+        return value
 
     @torch.compiler.assume_constant_result
     def _allocate_workspaces(self):
-        """Create the cache of FP8 weights, which a graph of torch.compile can only write to."""
-        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
-        for name in ("weight", "fc1_weight", "fc2_weight"):
-            if hasattr(self, name) and name not in self._fp8_workspaces:
-                weight = getattr(self, name).detach().float()
-                self._fp8_workspaces[name] = weight.repeat(count, 1, 1)
-                torch._dynamo.mark_static_address(self._fp8_workspaces[name])
+        """Create the cache of FP8 weights, which a graph of torch.compile can only write to.
 
-    def _quantize_weight(self, weight, index):
-        """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""
+        Each is one tensor: (1, out, in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
+        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
+        for gemm, weight in enumerate(self._weights()):
+            if gemm not in self._fp8_workspaces:
+                self._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
+                torch._dynamo.mark_static_address(self._fp8_workspaces[gemm])
+
+    def _quantize_weight(self, gemm, weight):
+        """Compute what `_fp8_weight` returns. Per-tensor scaling: both are the same."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
             return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
-        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
+        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), 3 * gemm + 1, fp8_dtype)
         value = dequantize(quantize(weight, scale, fp8_dtype), scale)
         return value, value
 
-    def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
-        """Run the module's linear layer number `gemm` in FP8: (…, in) -> (…, out), float32, not yet rounded
-        to `dtype`. `unrounded` is x before rounding, if that is where TE computes the amax."""
-        recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
-        _check_fp8_shapes(x, getattr(self, weight), recipe)
-        w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
-        if recipe.float8_per_tensor_scaling():
-            fp8_dtype = recipe._dtype(forward=True)
-            measured = x if unrounded is None else unrounded
-            scale = _scale_for(measured, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
-            x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
-            y = _QuantizeGrad.apply(F.linear(x, w), recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
+    def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
+        """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
+        `dtype`. `gemm` counts the module's linear layers. `measured`: x as TE computes its amax, unrounded.
+        """
+        recipe = self.fp8_meta["recipe"]
+        _check_fp8_shapes(x, weight, recipe)
+        roll = self._claim_backward_roll(x) if gemm == 0 else None
+        if not recipe.float8_per_tensor_scaling():
+            w = self._fp8_weight(gemm, weight, is_first_microbatch)
+            y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
+            return y.view(*x.shape[:-1], -1)
+        if hasattr(weight, "fp8_owner"):
+            w = weight.detach().float()
         else:
-            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype)
-            y = y.view(*x.shape[:-1], -1)
-        if bias is not None and dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
-            bias = _round(bias, torch.bfloat16, torch.float32)
-        return y if bias is None else y + bias.float()
+            w = self._fp8_weight(gemm, weight, is_first_microbatch)[0]  # both are the same
+        w = _StraightThrough.apply(weight, w, dtype)
+        # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
+        forward_state = self.fp8_meta.get("scaling_fwd")
+        backward_state = self.fp8_meta.get("scaling_bwd")
+        fp8_dtype = recipe._dtype(forward=True)
+        measured = x if measured is None else measured
+        scale = _scale_for(measured, recipe, forward_state, 3 * gemm, fp8_dtype)
+        x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
+        return _QuantizeGrad.apply(F.linear(x, w), recipe, backward_state, 2 * gemm, roll)
 
-    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
+    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, measured=None):
         """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`. Row-parallel: sum over the
         ranks, then add the bias."""
-        bias = getattr(self, bias) if self.use_bias and not self.return_bias else None
+        if not self.use_bias or self.return_bias:
+            bias = None
         fused_bias = None if self.row_parallel else bias
         if _fp8.enabled:
-            y = self._fp8_linear(gemm, x, weight, fused_bias, dtype, is_first_microbatch, roll, unrounded)
-            y = y.to(dtype)
+            y = self._fp8_gemms(gemm, x, weight, dtype, is_first_microbatch, measured)
+            y = _add_bias_of_fp8_gemm(y, fused_bias, dtype).to(dtype)
         else:
-            y = _plain_linear(x, getattr(self, weight), fused_bias, dtype)
+            y = _plain_linear(x, weight, fused_bias, dtype)
         if self.row_parallel and self.tp_size > 1:
             y = _RowParallelOutput.apply(y, self.tp_group)
-        return y + bias.to(dtype) if self.row_parallel and bias is not None else y
+        if self.row_parallel and bias is not None:
+            y = y + bias.to(dtype)
+        return y
 
     # -- state dict: TE's keys. TE pickles `fp8_meta` here, but loads no such pickle; the model files save it
 
@@ -961,11 +991,21 @@ def _check_fp8_shapes(x, weight, recipe):
                 f"(the weight gradient), but got {name} with dims={list(tensor.shape)}")
 
 
+def _add_bias_of_fp8_gemm(y, bias, dtype):
+    """Add the bias to the float32 output of a GEMM whose output in TE has this dtype."""
+    if bias is None:
+        return y
+    if dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
+        bias = _round(bias, torch.bfloat16, torch.float32)
+    return y + bias.float()
+
+
 def _fp8_parameter_value(parameter, master):
     """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
     of an FP8 parameter after an update."""
-    module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    return module._quantize_weight(master, 3 * gemm + 1)[0]
+    owner, gemm = parameter.fp8_owner
+    rowwise, _ = owner()._quantize_weight(gemm, master)
+    return rowwise
 
 
 def _plain_linear(x, weight, bias, dtype):
@@ -993,15 +1033,13 @@ class LayerNorm(_Module):
 
     normalization = "LayerNorm"
 
-    def __init__(
-        self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
-        zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options,
-    ):
+    def __init__(self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
+                 zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options):
         super().__init__()
         options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
         _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
-        self._norm_parameters("", normalized_shape, eps, self.normalization, zero_centered_gamma,
-                              _factory(dtype or params_dtype, device))
+        factory = _factory(dtype or params_dtype, device)
+        self._add_norm("", normalized_shape, eps, self.normalization, zero_centered_gamma, factory)
 
     def forward(self, x):
         y = x.float() if self.zero_centered_gamma else x  # keep 1 + gamma in float32
@@ -1021,27 +1059,26 @@ class Linear(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(save_original_input=False)
 
-    def __init__(
-        self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
-        return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options,
-    ):
+    def __init__(self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
+                 return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options):
         super().__init__(num_gemms=1)
         _check_options("Linear", options, self.NOT_EMULATED)
         if parallel_mode not in ("column", "row", None):
             raise ValueError(f"Linear(parallel_mode={parallel_mode!r}): use 'column', 'row' or None")
-        self.use_bias, self.return_bias = bias, return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=parallel_mode == "row")
         self.in_features = self._per_rank(in_features, self.row_parallel)
         self.out_features = self._per_rank(out_features, self.column_parallel)
-        self._linear_parameters("weight", "bias", self.out_features, self.in_features, init_method, 0,
-                                _factory(params_dtype, device))
+        factory = _factory(params_dtype, device)
+        self._add_weight("weight", self.out_features, self.in_features, init_method, factory)
+        self._add_bias("bias", self.out_features, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
-            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(inp, dtype)
-            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
+            y = self._last_gemm(0, x, self.weight, self.bias, dtype, is_first_microbatch)
         return (y, self.bias.to(dtype)) if self.return_bias else y
 
 
@@ -1051,32 +1088,33 @@ class LayerNormLinear(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(return_layernorm_output_gathered=False)
 
-    def __init__(
-        self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None, bias=True,
-        normalization="LayerNorm", return_bias=False, params_dtype=None, parallel_mode=None,
-        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **options,
-    ):
+    def __init__(self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None,
+                 bias=True, normalization="LayerNorm", return_bias=False, params_dtype=None,
+                 parallel_mode=None, return_layernorm_output=False, zero_centered_gamma=False, device=None,
+                 name=None, **options):
         super().__init__(num_gemms=1)
         _check_options("LayerNormLinear", options, self.NOT_EMULATED)
         if parallel_mode not in ("column", None):
             raise ValueError(f"LayerNormLinear(parallel_mode={parallel_mode!r}): use 'column' or None")
-        self.use_bias, self.return_bias = bias, return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         factory = _factory(params_dtype, device)
         self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=False)
         self.in_features = in_features
         self.out_features = self._per_rank(out_features, self.column_parallel)
-        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
-        self._linear_parameters("weight", "bias", self.out_features, in_features, init_method, 0, factory)
+        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        self._add_weight("weight", self.out_features, in_features, init_method, factory)
+        self._add_bias("bias", self.out_features, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            roll = self._histories_to_roll(inp) if _fp8.enabled else None
             x = self._column_input(normed, dtype)
-            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
-        return self._outputs(y, self.bias, normed, dtype)
+            bias = self.bias
+            y = self._last_gemm(0, x, self.weight, bias, dtype, is_first_microbatch)
+        return self._outputs(y, bias, normed, dtype)
 
     def _outputs(self, y, bias, normed, dtype):
         out = [y]
@@ -1124,31 +1162,31 @@ class LayerNormMLP(LayerNormLinear):
     `set_parallel_mode` splits ffn_hidden_size over the ranks of `tp_group`: fc1 by column, fc2 by row."""
 
     NOT_EMULATED = _PARALLEL | dict(
-        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False
-    )
+        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False)
 
-    def __init__(
-        self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
-        init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
-        output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
-        set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
-        micro_batch_size=None, **options,
-    ):
+    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
+                 init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
+                 output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
+                 set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
+                 micro_batch_size=None, **options):
         _Module.__init__(self, num_gemms=2)
         _check_options("LayerNormMLP", options, self.NOT_EMULATED)
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}")
-        self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self._set_parallel(tp_group, tp_size, column=set_parallel_mode, row=set_parallel_mode)
         width = self._per_rank(ffn_hidden_size)
         fc1_features = width * (2 if activation.endswith("glu") else 1)
         factory = _factory(params_dtype, device)
-        self._norm_parameters("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
-        self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, init_method, 0, factory)
-        self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, width, output_layer_init_method, 1,
-                                factory)
+        self._add_norm("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
+        self._add_weight("fc1_weight", fc1_features, hidden_size, init_method, factory, gemm=0)
+        self._add_bias("fc1_bias", fc1_features, factory)
+        self._add_weight("fc2_weight", hidden_size, width, output_layer_init_method, factory, gemm=1)
+        self._add_bias("fc2_bias", hidden_size, factory)
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
@@ -1158,17 +1196,18 @@ class LayerNormMLP(LayerNormLinear):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
             if _fp8.enabled:
-                roll = self._histories_to_roll(inp)
-                h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
+                h = self._fp8_gemms(0, x, self.fc1_weight, dtype, is_first_microbatch)
+                h = _add_bias_of_fp8_gemm(h, fc1_bias, dtype)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
                 # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
             else:
-                h = unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
+                unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
+                h = unrounded
             y = self._last_gemm(
-                1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, roll=None, unrounded=unrounded)
+                1, h, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch, measured=unrounded)
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
@@ -1250,34 +1289,31 @@ class DotProductAttention(_Module):
 
     NOT_EMULATED = _PARALLEL | dict(
         bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None, cp_global_ranks=None,
-        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False,
-    )
+        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False)
     NOT_EMULATED_IN_FORWARD = dict(
         bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
         core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
         inference_params=None, pad_between_seqs=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
         fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
         score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
-        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto",
-    )
+        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto")
 
-    def __init__(
-        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", window_size=None, *, softmax_scale=None, layer_number=None, name=None,
-        **options,
-    ):
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+                 qkv_format="sbhd", attn_mask_type="causal", window_size=None, *, softmax_scale=None,
+                 layer_number=None, name=None, **options):
         super().__init__()
         _check_options("DotProductAttention", options, self.NOT_EMULATED)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
-        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
-        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.attention_dropout = attention_dropout
+        self.softmax_scale = softmax_scale
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
 
-    def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *, cu_seqlens_q=None,
-        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, window_size=None,
-        **options,
-    ):
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *,
+                cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+                attn_mask_type=None, window_size=None, **options):
         _check_options("DotProductAttention.forward", options, self.NOT_EMULATED_IN_FORWARD)
         qkv_format = qkv_format or self.qkv_format
         mask_type = _mask_type(attn_mask_type or self.attn_mask_type)
@@ -1293,7 +1329,8 @@ class DotProductAttention(_Module):
         bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
         is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
         is_full = mask_type == "no_mask" and window == (-1, -1)
-        mask = None  # SDPA needs none for these two
+        # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
+        mask = None
         if not is_causal and not is_full:
             mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
         if "padding" in mask_type:
@@ -1310,8 +1347,7 @@ class DotProductAttention(_Module):
         if mask_type not in supported.get(qkv_format, ()):
             raise ValueError(
                 f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd "
-                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two"
-            )
+                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two")
         if mask_type not in padding_masks and (attention_mask is not None or cu_seqlens_q is not None):
             raise ValueError(f"attn_mask_type={mask_type!r} uses no attention_mask and no cu_seqlens_q; use "
                              "'padding' or 'padding_causal'")
@@ -1344,31 +1380,28 @@ class DotProductAttention(_Module):
             mask = mask | has_no_key  # the softmax of no key is NaN
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=is_causal, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
-        )
+            is_causal=is_causal, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
         return out if mask is None else out.masked_fill(has_no_key, 0)
 
 
 class _SplitQKV(LayerNormLinear):
     """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
 
-    def __init__(
-        self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma, params_dtype,
-        device,
-    ):
+    def __init__(self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma,
+                 params_dtype, device):
         if _fp8.weights_in_fp8:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
         _Module.__init__(self, num_gemms=1)
-        self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
+        self.use_bias = bias
+        self.return_bias = False
+        self.return_layernorm_output = False
         factory = _factory(params_dtype, device)
-        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        # TE's order of parameters, on which the optimizer state depends: weights first
         for name, size in zip(("query", "key", "value"), sizes):
-            self._linear_parameters(
-                f"{name}_weight", f"{name}_bias", size, in_features, init_method, 0, factory
-            )
-        for name in ("query_bias", "key_bias", "value_bias") if bias else ():
-            # TE's parameter order, on which the optimizer state depends: weights first
-            self._parameters[name] = self._parameters.pop(name)
+            self._add_weight(f"{name}_weight", size, in_features, init_method, factory)
+        for name, size in zip(("query", "key", "value"), sizes):
+            self._add_bias(f"{name}_bias", size, factory)
 
     @property
     def weight(self):
@@ -1395,29 +1428,27 @@ class TransformerLayer(nn.Module):
         bottom_right_diagonal=None, softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6,
         qk_norm_before_rope=False, softmax_type="vanilla", enc_dec_attn_mask_type="no_mask",
         enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, ub_tp_comm_overlap=False,
-        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True,
-    )
+        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 
-    def __init__(
-        self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
-        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None,
-        layer_number=None, kv_channels=None, self_attn_mask_type="causal", window_size=None, *,
-        params_dtype=None, fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True,
-        bias=True, activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd",
-        name=None, seq_length=None, micro_batch_size=None, **options,
-    ):
+    def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
+                 layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
+                 output_layer_init_method=None, layer_number=None, kv_channels=None,
+                 self_attn_mask_type="causal", window_size=None, *, params_dtype=None, fuse_qkv_params=False,
+                 zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True, activation="gelu",
+                 normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None, seq_length=None,
+                 micro_batch_size=None, **options):
         super().__init__()
         _check_options("TransformerLayer", options, self.NOT_EMULATED)
         self.groups = num_gqa_groups or num_attention_heads
         self.head_size = kv_channels or hidden_size // num_attention_heads
         self.heads_per_group = num_attention_heads // self.groups
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self.hidden_dropout, self.self_attn_mask_type = hidden_dropout, self_attn_mask_type
+        self.hidden_dropout = hidden_dropout
+        self.self_attn_mask_type = self_attn_mask_type
         q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
         common = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
-            bias=bias, init_method=init_method, params_dtype=params_dtype, device=device,
-        )
+            bias=bias, init_method=init_method, params_dtype=params_dtype, device=device)
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         if fuse_qkv_params:
             qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **common)
@@ -1426,21 +1457,16 @@ class TransformerLayer(nn.Module):
         self.self_attention.layernorm_qkv = qkv
         self.self_attention.core_attention = DotProductAttention(
             num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format,
-            window_size=window_size,
-        )
+            window_size=window_size)
         self.self_attention.proj = Linear(
             q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
-            params_dtype=params_dtype, device=device,
-        )
+            params_dtype=params_dtype, device=device)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, activation=activation, return_bias=True,
-            output_layer_init_method=output_layer_init_method, **common,
-        )
+            output_layer_init_method=output_layer_init_method, **common)
 
-    def forward(
-        self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, *,
-        is_first_microbatch=None, rotary_pos_emb=None,
-    ):
+    def forward(self, hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, *,
+                is_first_microbatch=None, rotary_pos_emb=None):
         """Run the block.
 
         Args:
@@ -1465,8 +1491,7 @@ class TransformerLayer(nn.Module):
             q, k = self._rotate(q, q_angles), self._rotate(k, k_angles)
         context = attention.core_attention(
             q, k, v, attention_mask, window_size=window_size,
-            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
-        )
+            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type)
         projected = attention.proj(context, is_first_microbatch=is_first_microbatch)
         x = self._bias_dropout_add(*projected, hidden_states)
         return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
@@ -1552,13 +1577,11 @@ def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unuse
 
 
 # ------------------------------------------------------------------------------
-# Loss, optimizer, graphs
+# Loss and optimizer
 
 
-def parallel_cross_entropy(
-    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
-    is_cg_capturable=False, *, overwrite_input=False,
-):
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
+                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
     """Compute cross-entropy in float32. inp: (B, S, V); target: (B, S) int64.
 
     Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
@@ -1568,8 +1591,7 @@ def parallel_cross_entropy(
                          "vocabulary over ranks; use Transformer Engine")
     losses = F.cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
-        reduction="none",
-    )
+        reduction="none")
     if not reduce_loss:
         return losses.view(target.shape)
     counted = (target != ignore_idx).sum().clamp(min=1)
@@ -1587,32 +1609,36 @@ class FusedAdam(torch.optim.Optimizer):
     the same.
     """
 
-    def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
-        bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
-        master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None,
-    ):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
+                 bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
+                 master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
+                 set_grad_none=None):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if master_weight_dtype != torch.float32 or not (
-            {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}
-        ):
+        moment_dtypes = (torch.float32, torch.bfloat16)
+        has_moment_dtypes = exp_avg_dtype in moment_dtypes and exp_avg_sq_dtype in moment_dtypes
+        if master_weight_dtype != torch.float32 or not has_moment_dtypes:
             raise ValueError(
                 "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
-                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
-            )
+                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
         if use_decoupled_grad:
             raise ValueError("FusedAdam(use_decoupled_grad=True): te_reference reads `grad` only; use "
                              "Transformer Engine")
         if set_grad_none is not None and not set_grad_none:
             raise ValueError("FusedAdam(set_grad_none=False): use zero_grad(set_to_none=False)")
-        super().__init__(params, dict(
-            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
-        ))
-        self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
+        defaults = dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.capturable = capturable
         self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        for group in self.param_groups if capturable else ():
+        if capturable:
+            self._make_capturable()
+
+    def _make_capturable(self):
+        for group in self.param_groups:
             device = next((p.device for p in group["params"]), None)
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
             group["step"] = torch.zeros((), dtype=torch.int, device=device)
@@ -1712,8 +1738,3 @@ class _Optimizers:
 
 
 optimizers = _Optimizers()
-
-
-def make_graphed_callables(modules, sample_args=None, *args, **kwargs):
-    """Return the modules unchanged; TE captures them in CUDA graphs."""
-    return modules

@@ -22,8 +22,8 @@ from model_te_optimized import (  # noqa: E402
     Format,
     OptimizedConfig,
     OptimizedGPT2Model,
-    recipes,
     te,
+    te_recipe,
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,8 +80,7 @@ config = OptimizedConfig(
     n_head=max(1, options.width // 64),
     n_embd=options.width,
     attention="auto",  # the fastest one installed
-    use_fp8=options.recipe != "none",
-)
+    use_fp8=options.recipe != "none")
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = OptimizedGPT2Model(config).to(device, dtype)
 
@@ -91,20 +90,18 @@ if options.recipe == "delayed":
         margin=options.margin,
         fp8_format=Format[options.format],
         amax_history_len=options.history,
-        amax_compute_algo=options.algorithm,
-    )
+        amax_compute_algo=options.algorithm)
 elif options.recipe == "current":
-    model.fp8_recipe = recipes.Float8CurrentScaling(fp8_format=Format[options.format])
+    model.fp8_recipe = te_recipe.Float8CurrentScaling(fp8_format=Format[options.format])
 elif options.recipe == "block":
-    model.fp8_recipe = recipes.Float8BlockScaling()  # E4M3
+    model.fp8_recipe = te_recipe.Float8BlockScaling()  # E4M3
 
 matrices = [p for p in model.parameters() if p.dim() >= 2]
 vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms: no weight decay
 optimizer = te.optimizers.FusedAdam(
     [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
     lr=options.lr, betas=(0.9, 0.95),
-    master_weights=dtype == torch.bfloat16,  # float32 copies that the optimizer updates
-)
+    master_weights=dtype == torch.bfloat16)  # float32 copies that the optimizer updates
 net = torch.compile(model) if options.compile else model
 
 
@@ -117,8 +114,8 @@ def learning_rate(step):
     if step < warmup:
         return options.lr * (step / warmup)
     progress = (step - warmup) / max(1, options.steps - warmup)  # from 0 to 1
-    cosine = 0.45 * (1 + math.cos(math.pi * progress))  # from 0.9 to 0
-    return options.lr * (0.1 + cosine)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+    return options.lr * (0.1 + 0.9 * cosine)
 
 
 @torch.no_grad()

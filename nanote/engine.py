@@ -1,16 +1,16 @@
 """The engine: the modules that run FP8 GEMMs, from Transformer Engine, fast_kernels or te_reference.
 
 model_te_optimized.py decides which, because it also stands alone. Everything else imports the engine here.
-`te` is its module and ENGINE its name: te, fast or reference. `recipes` is the module of TE's recipe classes.
+`te` is its module, `te_recipe` the module of TE's recipe classes, and ENGINE its name: te, fast or reference.
 The two functions write and read the FP8 state of a model. ENGINES has the names of all engines.
 """
 from dataclasses import dataclass
 from importlib import import_module
 
-from model_te_optimized import ENGINE, DelayedScaling, Format, load_fp8_state, recipes, save_fp8_state, te
+from model_te_optimized import ENGINE, DelayedScaling, Format, load_fp8_state, save_fp8_state, te, te_recipe
 
 __all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "load_fp8_state", "of_module",
-           "recipes", "save_fp8_state", "te"]
+           "save_fp8_state", "te", "te_recipe"]
 TE_VERSION = import_module("transformer_engine").__version__ if ENGINE == "te" else None
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanote.engine import ENGINE, ENGINES, load_fp8_state, recipes, save_fp8_state, te
+from nanote.engine import ENGINE, ENGINES, load_fp8_state, save_fp8_state, te, te_recipe
 
 IS_REFERENCE = ENGINE == "reference"
 HAS_TE = ENGINE == "te"
@@ -84,13 +84,13 @@ def make(config):
         return make_custom(name)
     options = {}
     if name in FORMATS:
-        options["fp8_format"] = recipes.Format[resolve_format(name, config.fp8_format).upper()]
+        options["fp8_format"] = te_recipe.Format[resolve_format(name, config.fp8_format).upper()]
     if name == "delayed":
         options["margin"] = config.fp8_margin
         options["amax_history_len"] = config.fp8_amax_history_len
         options["amax_compute_algo"] = config.fp8_amax_compute_algo
     class_name, _ = CLASSES[name]
-    return getattr(recipes, class_name)(**options)
+    return getattr(te_recipe, class_name)(**options)
 
 
 def make_custom(name):
@@ -98,7 +98,7 @@ def make_custom(name):
     module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
     try:
         module = importlib.import_module(module_name)
-        return recipes.CustomRecipe(qfactory=getattr(module, function_name))
+        return te_recipe.CustomRecipe(qfactory=getattr(module, function_name))
     except Exception as error:  # whatever the user's module raises
         raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
                          "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
