@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
-TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
@@ -40,13 +39,21 @@ def is_fake(tensor):
 
 def operation(schema, setup_context=None, backward=None):
     """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
-    `name`. For setup_context and backward see `torch.library.register_autograd`."""
+    `name`. For setup_context and backward see `torch.library.register_autograd`.
+
+    schema: arguments and results, such as "(Tensor x, Tensor(a!) out, float eps) -> Tensor", where `a!` marks
+        a tensor that is written to.
+    """
 
     def register(function):
         def launch(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            # of a list, the function checks the others
-            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
+            tensors = []
+            for x in args:
+                if isinstance(x, torch.Tensor):
+                    tensors.append(x)
+                elif isinstance(x, list):
+                    tensors.append(x[0])  # the function checks the others
             devices = {x.get_device() for x in tensors}
             if len(devices) > 1:
                 names = ", ".join(sorted({str(x.device) for x in tensors}))
@@ -68,6 +75,7 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call(*args):
+            """Run the operation where autograd or a tracer must see it, else the function itself."""
             if backward is not None or is_tracing():
                 return op(*args)
             return launch(*args)
