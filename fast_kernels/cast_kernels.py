@@ -381,7 +381,8 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
 
 
 @triton.jit
-def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, ROWS: tl.constexpr,
+                     COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS) of one tensor.
 
     tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses

@@ -274,8 +274,8 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
 
 
 @operation(
-    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)")
+    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, "
+    "ScalarType fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     rowwise, columnwise, scale_inv = allocate_fp8(x, *x.shape, fp8_dtype)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)

@@ -185,8 +185,6 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 # ---------------------------------------------------------------- GEMMs and their gradients
 
-# gemm(a, b) is b @ aᵀ, the order of cuBLAS: a forward GEMM is gemm(weight, x).
-
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
@@ -209,7 +207,7 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
 def input_gradient(dy, dy_inv, weight):
     """Return dgrad, dy @ weight, of dy (N, out), rowwise; weight (in, out): columnwise data and scale_inv."""
     accumulation = "either" if dy.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(*weight, dy, dy_inv, None, accumulation)
+    return gemm(dy, dy_inv, *weight, accumulation=accumulation)
 
 
 def _weight_gradient(parameter, x, dy):
@@ -217,13 +215,13 @@ def _weight_gradient(parameter, x, dy):
     of a weight that has one, as Megatron-LM and TE do."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
-        return gemm(*x, *dy)
+        return gemm(*dy, *x)
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return gemm(*x, *dy, out=torch.empty_like(main_grad))
+        return gemm(*dy, *x, out=torch.empty_like(main_grad))
     parameter.main_grad_pass = backward_pass
-    gemm(*x, *dy, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
+    gemm(*dy, *x, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
@@ -259,7 +257,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.branch_gradient = branch_gradient
         ctx.tied_gradient = tied_gradient
         ctx.set_materialize_grads(False)
-        return residual, gemm(w_rowwise, w_inv, y_rowwise, y_inv, bias, "fast")
+        return residual, gemm(y_rowwise, y_inv, w_rowwise, w_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only
@@ -315,7 +313,7 @@ class _Linear(torch.autograd.Function):
         ctx.layer = layer
         ctx.activation = activation
         ctx.x_gradient = x_gradient
-        return gemm(w_rowwise, w_inv, x_rowwise, x_inv, bias, "fast")
+        return gemm(x_rowwise, x_inv, w_rowwise, w_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only

@@ -102,13 +102,16 @@ def widen(x):
 
 
 @triton.jit
-def _byte(x, FP8_DTYPE: tl.constexpr):
-    return x.to(FP8_DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+def _byte(x, position: tl.constexpr, FP8_DTYPE: tl.constexpr):
+    """Cast to FP8, and move the byte to this position in 32 bits."""
+    return x.to(FP8_DTYPE).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * position)
 
 
 @triton.jit
 def _pack_fp8(a, b, c, d, FP8_DTYPE: tl.constexpr):
-    return _byte(a, FP8_DTYPE) | (_byte(b, FP8_DTYPE) << 8) | (_byte(c, FP8_DTYPE) << 16) | (_byte(d, FP8_DTYPE) << 24)
+    low = _byte(a, 0, FP8_DTYPE) | _byte(b, 1, FP8_DTYPE)
+    high = _byte(c, 2, FP8_DTYPE) | _byte(d, 3, FP8_DTYPE)
+    return low | high
 
 
 @triton.jit

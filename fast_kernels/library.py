@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
+TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
@@ -48,12 +49,8 @@ def operation(schema, setup_context=None, backward=None):
     def register(function):
         def launch(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            tensors = []
-            for x in args:
-                if isinstance(x, torch.Tensor):
-                    tensors.append(x)
-                elif isinstance(x, list):
-                    tensors.append(x[0])  # the function checks the others
+            # the first of a list stands for all: the function checks the others
+            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
             devices = {x.get_device() for x in tensors}
             if len(devices) > 1:
                 names = ", ".join(sorted({str(x.device) for x in tensors}))

@@ -101,7 +101,7 @@ def _detach(parameter):
 
 def _forward_gemm(x, x_columnwise, x_inv, weight, weight_columnwise, weight_inv, bias=None):
     """Return x @ weightᵀ + bias of two FP8 tensors."""
-    return gemm(weight, weight_inv, x, x_inv, bias, "fast")
+    return gemm(x, x_inv, weight, weight_inv, bias, "fast")
 
 
 def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
             dy.contiguous(), *_gradient_quantization(ctx, GRADIENT), with_dbias=needs_bias)
         dy_rowwise, dy_columnwise, dy_inv = quantized
         if needs_weight:
-            dweight = gemm(x_columnwise, x_inv, dy_columnwise, dy_inv)
+            dweight = gemm(dy_columnwise, dy_inv, x_columnwise, x_inv)
         if needs_x or needs_norm_weight or needs_norm_bias:
             dx = input_gradient(dy_rowwise, dy_inv, (w_columnwise, w_inv))
             if norm_weight is not None:
@@ -182,7 +182,7 @@ class _MLP(torch.autograd.Function):
             dy.contiguous(), *_gradient_quantization(ctx, FC2_GRADIENT), with_dbias=needs_fc2_bias)
         dy_rowwise, dy_columnwise, dy_inv = quantized
         if needs_fc2_weight:
-            dfc2_weight = gemm(act_columnwise, act_inv, dy_columnwise, dy_inv)
+            dfc2_weight = gemm(dy_columnwise, dy_inv, act_columnwise, act_inv)
         # activation and fc1
         needs_dx = needs_x or needs_norm_weight or needs_norm_bias
         if needs_dx or needs_fc1_weight or needs_fc1_bias:
@@ -191,7 +191,7 @@ class _MLP(torch.autograd.Function):
                 ctx.activation, dact, hidden, fc1_bias, *_gradient_quantization(ctx, GRADIENT))
             dhidden_rowwise, dhidden_columnwise, dhidden_inv = quantized
         if needs_fc1_weight:
-            dfc1_weight = gemm(x_columnwise, x_inv, dhidden_columnwise, dhidden_inv)
+            dfc1_weight = gemm(dhidden_columnwise, dhidden_inv, x_columnwise, x_inv)
         # norm
         if needs_dx:
             dx = input_gradient(dhidden_rowwise, dhidden_inv, (fc1_columnwise, fc1_inv))
