@@ -2,7 +2,7 @@
 fuses the PyTorch code between them. `Module.forward` calls `run` while it is traced inside an FP8 region.
 
 A graph cannot create state, and autograd cannot pass FP8 gradients between modules. So here
-- `Module.prepare` allocates the FP8 state at trace time;
+- `Module.allocate_state_while_tracing` allocates the FP8 state at trace time;
 - `_Linear` and `_MLP` are one autograd function for a whole module, whose FP8 operands are inputs without a
   gradient;
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
@@ -48,7 +48,7 @@ checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe = region.recipe
-    module.prepare(
+    module.allocate_state_while_tracing(
         recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
         recipe.reduce_amax, bool(is_first_microbatch))
     for name in module.weight_names:
