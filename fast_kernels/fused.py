@@ -36,7 +36,7 @@ DGRAD_FAST_ACCUM_K = 3072
 
 
 class Quantization(NamedTuple):
-    """How to quantize a tensor under delayed scaling: value · scale in `fp8_dtype`; raises `amax` to its amax.
+    """How to quantize a tensor under delayed scaling: value · scale in `fp8_dtype`; raises `amax`.
 
     Both are (1,) float32, in the memory of the module whose GEMM reads the tensor."""
 
