@@ -145,15 +145,15 @@ def unsupported_reason() -> str:
 
 # ---------------------------------------------------------------- the FP8 region
 
-class _FP8State:
-    """Where the pass in progress is."""
+class _OpenContexts:
+    """The contexts that the pass in progress is inside."""
 
     def __init__(self):
         self.regions = []  # the open autocast regions, the outermost first
         self.recompute = None  # the innermost _Recompute that is open; None outside `checkpoint`
 
 
-_fp8 = _FP8State()
+_open = _OpenContexts()
 
 
 class autocast:
@@ -170,13 +170,13 @@ class autocast:
         self.has_backward_updater = False  # whether a layer's backward pass updates the scales of gradients
 
     def __enter__(self):
-        _fp8.regions.append(self)
+        _open.regions.append(self)
         self.is_training = torch.is_grad_enabled()  # of the outermost region: inside, parts may be frozen
         return self
 
     def __exit__(self, *error):
-        _fp8.regions.pop()
-        if not _fp8.regions and torch.is_grad_enabled():
+        _open.regions.pop()
+        if not _open.regions and torch.is_grad_enabled():
             self.update("fwd")
 
     def update(self, direction: str) -> None:
@@ -223,7 +223,7 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=traced.checkpoint_contexts, **kwargs)
     recorded = []
-    regions = list(_fp8.regions)
+    regions = list(_open.regions)
 
     def contexts():
         return _Recompute(recorded, regions, replays=False), _Recompute(recorded, regions, replays=True)
@@ -243,15 +243,15 @@ class _Recompute:
         self.replays = replays
 
     def __enter__(self):
-        self.outer_recompute = _fp8.recompute
-        self.outer_regions = _fp8.regions
+        self.outer_recompute = _open.recompute
+        self.outer_regions = _open.regions
         self.next_scales = iter(self.recorded)
-        _fp8.recompute = self
-        _fp8.regions = list(self.regions)
+        _open.recompute = self
+        _open.regions = list(self.regions)
 
     def __exit__(self, *error):
-        _fp8.recompute = self.outer_recompute
-        _fp8.regions = self.outer_regions
+        _open.recompute = self.outer_recompute
+        _open.regions = self.outer_regions
 
 
     def record(self, quantizations):
@@ -350,9 +350,9 @@ class Module(CheckedOptions, nn.Module):
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
-        regions = _fp8.regions
+        regions = _open.regions
         if torch.compiler.is_compiling() and len(regions) > 0 and regions[-1].enabled:
-            if _fp8.recompute is not None:
+            if _open.recompute is not None:
                 raise ValueError("te.checkpoint around a compiled module: compile the model that calls it")
             y = traced.run(self, x, regions[-1], regions[0].is_training, is_first_microbatch)
         else:
@@ -375,7 +375,7 @@ class Module(CheckedOptions, nn.Module):
         """
         weight = getattr(self, self.weight_names[gemm])
         bias = getattr(self, self.bias_names[gemm])
-        regions = _fp8.regions
+        regions = _open.regions
         enabled = len(regions) > 0 and regions[-1].enabled
         self.fp8_meta["fp8_checkpoint"] = enabled
         if not enabled:
@@ -383,7 +383,7 @@ class Module(CheckedOptions, nn.Module):
         self._check_runs_in_fp8(weight, inputs[0])
         self.init_fp8_meta_tensors(regions[-1].recipe)
         quantizations = self._gemm_quantizations(gemm)
-        recompute = _fp8.recompute
+        recompute = _open.recompute
         if recompute is not None and recompute.replays:
             quantizations = recompute.replay(quantizations)
             update_gradient_scales = _do_nothing
@@ -401,7 +401,7 @@ class Module(CheckedOptions, nn.Module):
 
         tensors: those that the layer's backward pass gives gradients to, or None.
         """
-        region, outermost = _fp8.regions[-1], _fp8.regions[0]
+        region, outermost = _open.regions[-1], _open.regions[0]
         outermost.recipes[self] = region.recipe
         if outermost.has_backward_updater or not _has_backward(*tensors):
             return _do_nothing
@@ -677,7 +677,7 @@ def quantize_weights(modules):
         for module in model.modules():
             if not isinstance(module, Module):
                 continue
-            module.init_fp8_meta_tensors(_fp8.regions[-1].recipe)
+            module.init_fp8_meta_tensors(_open.regions[-1].recipe)
             for gemm, name in enumerate(module.weight_names):
                 weight = getattr(module, name)
                 module._check_runs_in_fp8(weight, weight)
