@@ -227,7 +227,13 @@ def _fa4_supports(head_dim, major):
 
 
 def _pick_kernel(q, cu_seqlens, window):
-    """Return "fa4", "cudnn", "flash" (FlashAttention 2 in PyTorch) or "sdpa"."""
+    """Return the first of these that supports the inputs, the fastest first:
+
+    - "fa4": FlashAttention 4, where it is installed; see `_fa4_supports`
+    - "cudnn": on Hopper and Blackwell, heads of at most 128, without documents and window, nondeterministic
+    - "flash": FlashAttention 2 in PyTorch, from Ampere on
+    - "sdpa": everything else, such as float32 and the CPU
+    """
     length, head_dim = q.shape[1], q.shape[3]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
@@ -307,9 +313,9 @@ def _attend(q, k, v, cu_seqlens, window):
     if kernel == "sdpa":
         return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
-        # no bias, with log-sum-exp, no dropout, causal
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=None,
+            compute_log_sumexp=True, dropout_p=0.0, is_causal=True)
         return out.transpose(1, 2).contiguous(), lse.view(batch, heads, length)
     options = _window_options(window)
     if kernel == "fa4":
@@ -319,9 +325,9 @@ def _attend(q, k, v, cu_seqlens, window):
     if kernel == "fa4":
         out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
     else:
-        # longest query and key, no dropout, causal, no debug mask
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, **options)
+            q, k, v, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0, is_causal=True,
+            return_debug_mask=False, **options)
     return out.contiguous().view(shape), lse
 
 
@@ -351,9 +357,9 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, buffers=None):
             deterministic=torch.are_deterministic_algorithms_enabled(), **options)
         return buffers
     seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout; not read
-    # longest query and key, no dropout, causal
     gradients = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, seed, seed, **options)
+        dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0,
+        is_causal=True, rng_state=seed, unused=seed, **options)
     return [x.view(shape) for x, shape in zip(gradients, shapes)]
 
 
@@ -367,9 +373,9 @@ def _cudnn_backward(dout, q, k, v, out, lse):
     length = q.shape[1]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout; not read
     q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-    # no bias, no documents, longest query and key, no dropout, causal
     gradients = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, length, length, 0.0, True)
+        dout, q, k, v, out, lse.unsqueeze(-1), philox_seed=seed, philox_offset=seed, attn_bias=None,
+        cum_seq_q=None, cum_seq_k=None, max_q=length, max_k=length, dropout_p=0.0, is_causal=True)
     return [x.transpose(1, 2) for x in gradients]
 
 

@@ -53,9 +53,9 @@ PACK_E4M3 = tl.constexpr(PACK_E5M2.value.replace("e5m2", "e4m3"))
 
 
 @triton.jit
-def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
+def _pack_fp8(a, b, c, d, FP8_DTYPE: tl.constexpr):
     """Cast four values to FP8 and pack them into 32 bits, a lowest. Saturates; rounds ties to even."""
-    pack: tl.constexpr = PACK_E5M2 if FP8 == tl.float8e5 else PACK_E4M3
+    pack: tl.constexpr = PACK_E5M2 if FP8_DTYPE == tl.float8e5 else PACK_E4M3
     return tl.inline_asm_elementwise(pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -103,17 +103,17 @@ def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_c
 
     a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
     i, j = tl.arange(0, a.shape[0]), tl.arange(0, a.shape[1])
-    fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
+    fp8_dtype: tl.constexpr = rowwise_ptr.dtype.element_ty
     a, b, c, d = a * scale, b * scale, c * scale, d * scale
     # rowwise
     out = rowwise_ptr + tile_offsets(first_row, first_column, D, 4 * a.shape[0], a.shape[1])
-    tl.store(out, a.to(fp8), mask=mask)
-    tl.store(out + D, b.to(fp8), mask=mask)
-    tl.store(out + 2 * D, c.to(fp8), mask=mask)
-    tl.store(out + 3 * D, d.to(fp8), mask=mask)
+    tl.store(out, a.to(fp8_dtype), mask=mask)
+    tl.store(out + D, b.to(fp8_dtype), mask=mask)
+    tl.store(out + 2 * D, c.to(fp8_dtype), mask=mask)
+    tl.store(out + 3 * D, d.to(fp8_dtype), mask=mask)
     # transposed: four rows of a column are 32 adjacent bits
     corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
-    packed = _pack_fp8(a, b, c, d, fp8)
+    packed = _pack_fp8(a, b, c, d, fp8_dtype)
     tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
 
 
@@ -361,27 +361,28 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     dy = load_rows(dy_ptr, D, mask)
     up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
     scale = load_scale(scale_ptr, scale_inv_ptr)
-    # a to d: gradients of x's four rows; e to h: of up's
-    a, e = _activation_backward(dy[0], x[0], up[0], KIND, GATED)
-    b, f = _activation_backward(dy[1], x[1], up[1], KIND, GATED)
-    c, g = _activation_backward(dy[2], x[2], up[2], KIND, GATED)
-    d, h = _activation_backward(dy[3], x[3], up[3], KIND, GATED)
+    dx0, dup0 = _activation_backward(dy[0], x[0], up[0], KIND, GATED)
+    dx1, dup1 = _activation_backward(dy[1], x[1], up[1], KIND, GATED)
+    dx2, dup2 = _activation_backward(dy[2], x[2], up[2], KIND, GATED)
+    dx3, dup3 = _activation_backward(dy[3], x[3], up[3], KIND, GATED)
     # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
-    largest = abs_max(a, b, c, d)
+    largest = abs_max(dx0, dx1, dx2, dx3)
     if GATED:
-        largest = tl.maximum(largest, abs_max(e, f, g, h))
-        store_fp8(e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask)
-    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask)
+        largest = tl.maximum(largest, abs_max(dup0, dup1, dup2, dup3))
+        store_fp8(dup0, dup1, dup2, dup3, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N,
+                  width, mask)
+    store_fp8(dx0, dx1, dx2, dx3, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if partial_sums_ptr is not None:
         partial_sums_ptr += first_row // ROWS * width + first_column + tl.arange(0, COLUMNS)
-        tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
+        tl.store(partial_sums_ptr, tl.sum((dx0 + dx1) + (dx2 + dx3), 0), mask=in_columns)
         if GATED:
-            tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
+            tl.store(partial_sums_ptr + D, tl.sum((dup0 + dup1) + (dup2 + dup3), 0), mask=in_columns)
 
 
 @triton.jit
-def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, ROWS: tl.constexpr,
+                     COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS) of one tensor.
 
     tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses
@@ -390,8 +391,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     tile = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
     # a row of the table. multiple_of: addresses and sizes are, so the compiler may load 16 bytes at once
     x_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
-    rowwise_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8)), 16)
-    columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
+    rowwise_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8_DTYPE)), 16)
+    columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8_DTYPE)), 16)
     N = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16)
     D = tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
     first_row, first_column = tile_corner(tile, D, ROWS, COLUMNS)

@@ -43,23 +43,23 @@ MAX_WIDTH = 16384  # of the residual: a norm kernel holds whole rows
 TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 # Transformer Engine's names; a gated activation reads twice as many columns
 GATED = {"geglu": "gelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
-FUNCTIONS = {
+UNGATED = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "srelu": lambda x: F.relu(x).square(),
     "silu": F.silu}
-ACTIVATIONS = (*FUNCTIONS, *GATED)
+ACTIVATIONS = (*UNGATED, *GATED)
 
 
 # ---------------------------------------------------------------- the operations in plain PyTorch
 
-def quantize_reference(x, scale, amax, fp8):
+def quantize_reference(x, scale, amax, fp8_dtype):
     """Return x (N, D) as an FP8 tensor, and raise amax."""
     amax.copy_(torch.maximum(amax, x.nan_to_num(nan=0.0, posinf=float("inf")).abs().max()))
-    largest = torch.finfo(fp8).max
-    rowwise = (x.float() * scale).clamp(-largest, largest).to(fp8)
+    largest = torch.finfo(fp8_dtype).max
+    rowwise = (x.float() * scale).clamp(-largest, largest).to(fp8_dtype)
     return rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1)
 
 
-def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
+def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     """`norm`, in float64."""
     residual = x
     if branch is not None:
@@ -75,7 +75,7 @@ def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     y = centered * rstd[:, None] * weight
     if bias is not None:
         y += bias
-    return residual, quantize_reference(y, scale, amax, fp8), mean, rstd
+    return residual, quantize_reference(y, scale, amax, fp8_dtype), mean, rstd
 
 
 def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantization=None,
@@ -104,24 +104,24 @@ def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantiz
 
 def activation_reference(activation, x):
     """Apply an activation in PyTorch. A gated one takes [gate, up] in the last dimension."""
-    if activation in FUNCTIONS:
-        return FUNCTIONS[activation](x)
+    if activation in UNGATED:
+        return UNGATED[activation](x)
     gate, up = x.chunk(2, dim=-1)
-    return FUNCTIONS[GATED[activation]](gate) * up
+    return UNGATED[GATED[activation]](gate) * up
 
 
-def activate_reference(activation, x, bias, scale, amax, fp8):
+def activate_reference(activation, x, bias, scale, amax, fp8_dtype):
     """`activate`, in float64."""
-    return quantize_reference(activation_reference(activation, _add(x, bias)), scale, amax, fp8)
+    return quantize_reference(activation_reference(activation, _add(x, bias)), scale, amax, fp8_dtype)
 
 
-def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
+def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8_dtype):
     """`activate_backward`, in float64."""
     with torch.enable_grad():
         x = _add(x, bias).detach().requires_grad_()
         dx, = torch.autograd.grad(activation_reference(activation, x), x, dy.double())
     dbias = None if bias is None else dx.sum(0)
-    return quantize_reference(dx, scale, amax, fp8), dbias
+    return quantize_reference(dx, scale, amax, fp8_dtype), dbias
 
 
 def _add(x, bias):
@@ -130,7 +130,7 @@ def _add(x, bias):
 
 # ---------------------------------------------------------------- the operations
 
-def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
+def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     """Add a branch to the residual, normalize the sum, and quantize the result.
 
     y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd.
@@ -147,7 +147,7 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
     check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
-        x, branch, branch_bias, weight, bias, eps, scale, amax, fp8)
+        x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype)
     if branch is None:
         residual = x
     if bias is None:
@@ -157,11 +157,11 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
 
 @operation(
     "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps, Tensor scale, "
-    "Tensor(a!) amax, ScalarType fp8) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
+    "Tensor(a!) amax, ScalarType fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     rows, columns = x.shape
     residual = x.new_empty(0) if branch is None else torch.empty_like(x)
-    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8)
+    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8_dtype)
     mean = torch.empty(0 if bias is None else rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if not is_fake(x):
@@ -192,13 +192,13 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
         "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
-    scale = amax = fp8 = None
+    scale = amax = fp8_dtype = None
     if quantization is not None:
-        scale, amax, fp8 = quantization
+        scale, amax, fp8_dtype = quantization
     dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias)
+        dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8_dtype, with_dbranch_bias)
     quantized = None if quantization is None else (rowwise, columnwise, scale_inv)
-    dweight = totals[0]
+    dweight = totals[0]  # the rows are those of `_norm_backward`
     dbias = None if mean is None else totals[1]
     dbranch_bias = totals[-1] if with_dbranch_bias else None
     return dx, quantized, dbranch_bias, dweight, dbias
@@ -206,24 +206,24 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
 
 @operation(
     "(Tensor dy, Tensor residual, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual, "
-    "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8, bool with_dbranch_bias) "
+    "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8_dtype, bool with_dbranch_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
+def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8_dtype, with_dbranch_bias):
     rows, columns = dy.shape
     dx = torch.empty_like(dy)
     if scale is None:
         rowwise, columnwise, scale_inv = dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     else:
-        rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8)
-    sums = 1  # dweight; then dbias, if there is a mean; dbranch_bias is the last
+        rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8_dtype)
+    sums = ["dweight"]  # over rows, in the kernel's order
     if mean is not None:
-        sums += 1
+        sums.append("dbias")
     if with_dbranch_bias:
-        sums += 1
-    totals = weight.new_empty(sums, columns)
+        sums.append("dbranch_bias")
+    totals = weight.new_empty(len(sums), columns)
     if not is_fake(dy):
         programs, sizes = _norm_backward_sizes(rows, columns)
-        partial_sums = torch.empty((programs, sums, columns), dtype=torch.float32, device=dy.device)
+        partial_sums = torch.empty((programs, len(sums), columns), dtype=torch.float32, device=dy.device)
         kernels._norm_backward_kernel[(programs,)](
             dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
             N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
@@ -234,9 +234,9 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
 
 
 @operation(
-    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
+    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
     "-> (Tensor, Tensor, Tensor)")
-def activate(activation, x, bias, scale, amax, fp8):
+def activate(activation, x, bias, scale, amax, fp8_dtype):
     """Compute activation(x + bias) as an FP8 tensor (N, D).
 
     A gated activation is f(gate) · up, where the rows of x + bias hold gate, then up.
@@ -248,7 +248,7 @@ def activate(activation, x, bias, scale, amax, fp8):
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
     rows, columns = _output_shape(activation, x)
-    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8)
+    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8_dtype)
     if not is_fake(x):
         _, programs, options = _tile(TILE, rows, columns)
         kernels._activation_kernel[(programs,)](
@@ -257,7 +257,7 @@ def activate(activation, x, bias, scale, amax, fp8):
     return rowwise, columnwise, scale_inv
 
 
-def activate_backward(activation, dy, x, bias, scale, amax, fp8):
+def activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     """Compute the gradients of `activate`'s inputs: dx as an FP8 tensor, and dbias or None.
 
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
@@ -267,17 +267,17 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     output_shape = _output_shape(activation, x)
     check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     rowwise, columnwise, scale_inv, dbias = _activate_backward(
-        activation, dy, x, bias, scale, amax, fp8)
+        activation, dy, x, bias, scale, amax, fp8_dtype)
     if bias is None:
         dbias = None
     return (rowwise, columnwise, scale_inv), dbias
 
 
 @operation(
-    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
-    "-> (Tensor, Tensor, Tensor, Tensor)")
-def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
-    rowwise, columnwise, scale_inv = allocate_fp8(x, *x.shape, fp8)
+    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, "
+    "ScalarType fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
+def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
+    rowwise, columnwise, scale_inv = allocate_fp8(x, *x.shape, fp8_dtype)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     if not is_fake(x):
         rows, columns = dy.shape
@@ -294,14 +294,14 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
     return rowwise, columnwise, scale_inv, dbias
 
 
-def cast(x, scale, amax, fp8, with_dbias=False, out=None):
+def cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
     """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None. with_dbias: also
     sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output."""
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
-        out = allocate_fp8(x, *x.shape, fp8)
+        out = allocate_fp8(x, *x.shape, fp8_dtype)
     else:
-        check_output("fast_kernels.casts.cast", x, out, fp8)
+        check_output("fast_kernels.casts.cast", x, out, fp8_dtype)
     rowwise, columnwise, scale_inv = out
     dbias = _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias)
     if not with_dbias:
@@ -376,10 +376,10 @@ def transpose(rowwise, columnwise):
         rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
 
 
-def allocate_fp8(x, rows, columns, fp8):
+def allocate_fp8(x, rows, columns, fp8_dtype):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
-    rowwise = torch.empty((rows, columns), dtype=fp8, device=x.device)
-    columnwise = torch.empty((columns, rows), dtype=fp8, device=x.device)
+    rowwise = torch.empty((rows, columns), dtype=fp8_dtype, device=x.device)
+    columnwise = torch.empty((columns, rows), dtype=fp8_dtype, device=x.device)
     return rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device)
 
 
@@ -394,11 +394,11 @@ def check_input(name, x, max_columns=None):
         raise ValueError(f"{name}: {tuple(x.shape)}: a norm takes at most {max_columns} columns")
 
 
-def check_output(name, x, out, fp8):
+def check_output(name, x, out, fp8_dtype):
     """Raise ValueError unless `out` can hold x as an FP8 tensor."""
     rowwise, columnwise, scale_inv = out
-    check_shape(name, x.shape, fp8, rowwise=rowwise)
-    check_shape(name, x.shape[::-1], fp8, columnwise=columnwise)
+    check_shape(name, x.shape, fp8_dtype, rowwise=rowwise)
+    check_shape(name, x.shape[::-1], fp8_dtype, columnwise=columnwise)
     check_shape(name, (1,), torch.float32, scale_inv=scale_inv)
     check_aligned(name, rowwise=rowwise, columnwise=columnwise)
 

@@ -244,7 +244,8 @@ def _join_index_sums_kernel(indices_ptr, out_ptr, partial_sums_ptr, NUM_EMBEDDIN
     begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
     index = tl.load(indices_ptr + end - 1, mask=end < N, other=0)
     begins_here = (begin == 0) | (tl.load(indices_ptr + begin - 1, mask=begin > 0, other=0) != index)
-    if (end < N) & begins_here & (tl.load(indices_ptr + end, mask=end < N, other=0) == index):
+    continues = (end < N) & (tl.load(indices_ptr + end, mask=end < N, other=0) == index)
+    if begins_here & continues:
         j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         mask = j < C
         pointers = partial_sums_ptr + chunk.to(tl.int64) * 2 * C + j

@@ -8,8 +8,9 @@
 
 - The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
-  autograd as a `Float8Tensor`: delayed scaling knows the scale before the values. `Branch.gradient` says how.
-  A branch whose value was changed is made anew as `Branch(x)`, without it.
+  autograd as a `Float8Tensor`: delayed scaling knows the scale before the values.
+  `Branch.gradient_quantization` says how. A branch whose value was changed is made anew as `Branch(x)`,
+  without it.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
 - Without FP8 the same functions run in plain PyTorch.
@@ -35,26 +36,31 @@ DGRAD_FAST_ACCUM_K = 3072
 
 
 class Quantization(NamedTuple):
-    """How to quantize a tensor under delayed scaling: value · scale in `dtype`; `amax` is raised to its amax.
+    """How to quantize a tensor under delayed scaling: value · scale in `fp8_dtype`; raises `amax`.
 
     Both are (1,) float32, in the memory of the module whose GEMM reads the tensor."""
 
     scale: torch.Tensor
     amax: torch.Tensor
-    dtype: torch.dtype
+    fp8_dtype: torch.dtype
 
 
 @dataclass
-class Layer:
-    """One linear layer of a module in one FP8 pass; `module.layer(…)` makes it."""
+class LinearPass:
+    """What one pass through a linear layer uses; `module.begin_pass(…)` makes it. The fields with a default
+    are set in FP8 only."""
 
-    parameter: torch.nn.Parameter  # the weight (out, in), BF16
+    weight: torch.nn.Parameter  # (out, in), BF16
     bias: torch.Tensor | None  # (out,)
-    weight: tuple  # the weight in FP8: rowwise (out, in), columnwise (in, out), scale_inv
-    input: Quantization
-    gradient: Quantization  # of the output
-    after_backward: Callable | None  # in the first module of the pass, updates gradients' scales; FP8 only
+    fp8_weight: tuple | None = None  # rowwise (out, in), columnwise (in, out), scale_inv
+    input_quantization: Quantization | None = None
+    gradient_quantization: Quantization | None = None  # of the output's gradient
+    # Called after the layer's backward pass. Updates the scales of all gradients in the layer that ran first
+    # in the forward pass, whose backward pass is the last; in the others it does nothing.
+    update_gradient_scales: Callable | None = None
 
+
+# Branch, Stream and Output are tuples: models unpack them, and FSDP2 traverses tuples to find tensors.
 
 def _no_arithmetic(self, other):
     """Raise TypeError where a tuple would be repeated or concatenated."""
@@ -63,15 +69,15 @@ def _no_arithmetic(self, other):
 
 
 class Branch(NamedTuple):
-    """The output of a GEMM, to which its bias is still to be added: x (N, C) + bias (C,)."""
+    """The output of a GEMM, (N, C), to which its bias (C,) is still to be added."""
 
-    x: torch.Tensor
+    output: torch.Tensor
     bias: torch.Tensor | None = None
-    gradient: Quantization | None = None  # how x's gradient is quantized; None: it is not
+    gradient_quantization: Quantization | None = None  # of the output's gradient; None: it is not quantized
 
     def value(self) -> torch.Tensor:
-        """Return x + bias, (N, C), for an operation that is not one of these."""
-        return self.x if self.bias is None else self.x + self.bias
+        """Return output + bias, (N, C), for an operation that is not one of these."""
+        return self.output if self.bias is None else self.output + self.bias
 
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
@@ -115,54 +121,53 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
         it, not passed through autograd. It may be passed at each of several uses of the weight.
     """
     stream, y, _ = _norm_gemm(
-        stream, module, "", is_first_microbatch, adds_bias=True, tied_gradient=tied_gradient)
+        stream, module, is_first_microbatch, adds_bias=True, tied_gradient=tied_gradient)
     return stream, y
 
 
 def norm_fc1(stream: Stream, module, is_first_microbatch=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as a
     Branch) of a LayerNormMLP. `activation_linear` adds the bias."""
-    stream, y, layer = _norm_gemm(stream, module, "fc1", is_first_microbatch, adds_bias=False)
-    return stream, Branch(y, layer.bias, layer.gradient)
+    stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False)
+    return stream, Branch(y, layer.bias, layer.gradient_quantization)
 
 
-def _norm_gemm(stream, module, name, is_first_microbatch, adds_bias, tied_gradient=None):
-    """Return the sum as a Stream, the GEMM's output, and the Layer."""
+def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=None):
+    """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
     if not isinstance(stream, Stream):
         raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
                         "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
     branch = NO_BRANCH if stream.branch is None else stream.branch
-    norm_weight, norm_bias = module.layer_norm_weight, module.layer_norm_bias
-    inputs = stream.residual, branch.x, branch.bias, norm_weight, norm_bias
-    layer = module.layer(name, inputs, is_first_microbatch)
+    inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
+    layer = module.begin_pass(0, inputs, is_first_microbatch)
     bias = layer.bias if adds_bias else None
-    if layer.weight is None:  # not in FP8
+    if layer.fp8_weight is None:
         residual = stream.value()
-        y = F.linear(module.norm(residual), layer.parameter, bias)
+        y = F.linear(module.norm(residual), layer.weight, bias)
     else:
         residual, y = _NormLinear.apply(
-            *inputs, layer.parameter, bias, module.eps, layer, branch.gradient, tied_gradient)
+            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient)
     return Stream(residual), y, layer
 
 
 def linear(x, module, is_first_microbatch=None, adds_bias=False) -> Branch:
     """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`."""
-    layer = module.layer("", (x,), is_first_microbatch)
+    layer = module.begin_pass(0, (x,), is_first_microbatch)
     return _linear(Branch(x), layer, None, adds_bias)
 
 
 def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False) -> Branch:
     """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP."""
-    layer = module.layer("fc2", (hidden.x, hidden.bias), is_first_microbatch)
+    layer = module.begin_pass(1, (hidden.output, hidden.bias), is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
-    if layer.weight is None or hidden.gradient is None:
+    if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = casts.activation_reference(module.activation, hidden.value())
         return _linear(Branch(activated), layer, None, adds_bias)
     return _linear(hidden, layer, module.activation, adds_bias)
 
 
-def _linear(x: Branch, layer, activation, adds_bias):
-    """Return activation(x) @ weightᵀ; activation None: x @ weightᵀ."""
+def _linear(branch: Branch, layer, activation, adds_bias):
+    """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ."""
     gemm_bias = branch_bias = None
     if adds_bias:
         gemm_bias = layer.bias
@@ -170,10 +175,11 @@ def _linear(x: Branch, layer, activation, adds_bias):
         branch_bias = layer.bias.clone()  # FSDP2 frees a block's parameters before the next block adds it
     else:
         branch_bias = layer.bias
-    if layer.weight is None:  # not in FP8
-        return Branch(F.linear(x.x, layer.parameter, gemm_bias), branch_bias)
-    y = _Linear.apply(x.x, x.bias, layer.parameter, gemm_bias, activation, layer, x.gradient)
-    return Branch(y, branch_bias, layer.gradient)
+    if layer.fp8_weight is None:
+        return Branch(F.linear(branch.output, layer.weight, gemm_bias), branch_bias)
+    y = _Linear.apply(
+        branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization)
+    return Branch(y, branch_bias, layer.gradient_quantization)
 
 
 def dropout(branch: Branch, p: float, training: bool) -> Branch:
@@ -185,8 +191,6 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 # ---------------------------------------------------------------- GEMMs and their gradients
 
-# gemm(a, b) is b @ aᵀ, the order of cuBLAS: a forward GEMM is gemm(weight, x).
-
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
@@ -197,19 +201,20 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
         if needs_dbias:
             dbias = dy.dequantize().sum(0)
     else:
-        quantized, dbias = casts.cast(dy.contiguous(), *layer.gradient, with_dbias=needs_dbias)
+        quantized, dbias = casts.cast(
+            dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
         rowwise, columnwise, scale_inv = quantized
     if needs_dx:
         dx = input_gradient(rowwise, scale_inv, weight)
     if needs_dweight:
-        dweight = _weight_gradient(layer.parameter, x, (columnwise, scale_inv))
+        dweight = _weight_gradient(layer.weight, x, (columnwise, scale_inv))
     return dx, dweight, dbias
 
 
 def input_gradient(dy, dy_inv, weight):
     """Return dgrad, dy @ weight, of dy (N, out), rowwise; weight (in, out): columnwise data and scale_inv."""
     accumulation = "either" if dy.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(*weight, dy, dy_inv, None, accumulation)
+    return gemm(dy, dy_inv, *weight, accumulation=accumulation)
 
 
 def _weight_gradient(parameter, x, dy):
@@ -217,13 +222,13 @@ def _weight_gradient(parameter, x, dy):
     of a weight that has one, as Megatron-LM and TE do."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
-        return gemm(*x, *dy)
+        return gemm(*dy, *x)
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return gemm(*x, *dy, out=torch.empty_like(main_grad))
+        return gemm(*dy, *x, out=torch.empty_like(main_grad))
     parameter.main_grad_pass = backward_pass
-    gemm(*x, *dy, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
+    gemm(*dy, *x, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
@@ -244,22 +249,22 @@ def first_derivative_only(backward):
 
 
 class _NormLinear(torch.autograd.Function):
-    """`norm_linear`. The GEMM reads `layer.weight`; `weight` is an input only to receive a gradient."""
+    """`norm_linear`. The GEMM reads `layer.fp8_weight`; `weight` is an input only to receive a gradient."""
 
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
-                branch_gradient, tied_gradient):
+                dbranch_quantization, tied_gradient):
         residual, quantized, mean, rstd = casts.norm(
-            x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input)
+            x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input_quantization)
         y_rowwise, y_columnwise, y_inv = quantized
-        w_rowwise, w_columnwise, w_inv = layer.weight
+        w_rowwise, w_columnwise, w_inv = layer.fp8_weight
         ctx.save_for_backward(
             residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv)
         ctx.layer = layer
-        ctx.branch_gradient = branch_gradient
+        ctx.dbranch_quantization = dbranch_quantization
         ctx.tied_gradient = tied_gradient
         ctx.set_materialize_grads(False)
-        return residual, gemm(w_rowwise, w_inv, y_rowwise, y_inv, bias, "fast")
+        return residual, gemm(y_rowwise, y_inv, w_rowwise, w_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only
@@ -283,7 +288,7 @@ class _NormLinear(torch.autograd.Function):
                 ctx.tied_gradient.add(dweight)
                 dweight = None
             if needs_dy:
-                quantization = ctx.branch_gradient if needs_branch else None
+                quantization = ctx.dbranch_quantization if needs_branch else None
                 if dresidual is not None:
                     dresidual = dresidual.contiguous()
                 dx, quantized, dbranch_bias, dnorm_weight, dnorm_bias = casts.norm_backward(
@@ -293,7 +298,7 @@ class _NormLinear(torch.autograd.Function):
                     dbranch = Float8Tensor(*quantized)
                 elif needs_branch:
                     dbranch = dx
-        ctx.layer.after_backward()
+        ctx.layer.update_gradient_scales()
         return (dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
                 None, None, None, None)
 
@@ -302,20 +307,20 @@ class _Linear(torch.autograd.Function):
     """`linear` and `activation_linear`. For `weight` see `_NormLinear`."""
 
     @staticmethod
-    def forward(ctx, x, x_bias, weight, bias, activation, layer, x_gradient):
+    def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization):
         if activation is None:
-            quantized, _ = casts.cast(x.contiguous(), *layer.input)
+            quantized, _ = casts.cast(x.contiguous(), *layer.input_quantization)
             before_activation = None, None
         else:
-            quantized = casts.activate(activation, x, x_bias, *layer.input)
+            quantized = casts.activate(activation, x, x_bias, *layer.input_quantization)
             before_activation = x, x_bias
         x_rowwise, x_columnwise, x_inv = quantized
-        w_rowwise, w_columnwise, w_inv = layer.weight
+        w_rowwise, w_columnwise, w_inv = layer.fp8_weight
         ctx.save_for_backward(*before_activation, x_columnwise, x_inv, w_columnwise, w_inv)
         ctx.layer = layer
         ctx.activation = activation
-        ctx.x_gradient = x_gradient
-        return gemm(w_rowwise, w_inv, x_rowwise, x_inv, bias, "fast")
+        ctx.dx_quantization = dx_quantization
+        return gemm(x_rowwise, x_inv, w_rowwise, w_inv, bias, "fast")
 
     @staticmethod
     @first_derivative_only
@@ -328,7 +333,7 @@ class _Linear(torch.autograd.Function):
         dx_bias = None
         if ctx.activation is not None and needs_dx:
             quantized, dx_bias = casts.activate_backward(
-                ctx.activation, dx, before_activation, x_bias, *ctx.x_gradient)
+                ctx.activation, dx, before_activation, x_bias, *ctx.dx_quantization)
             dx = Float8Tensor(*quantized)
-        ctx.layer.after_backward()
+        ctx.layer.update_gradient_scales()
         return dx, dx_bias, dweight, dbias, None, None, None

@@ -77,26 +77,26 @@ def _library():
 
 def gemm_reference(a, a_scale_inv, b, b_scale_inv, bias=None):
     """`gemm` in float32."""
-    out = (b.float() * b_scale_inv) @ (a.float() * a_scale_inv).T
+    out = (a.float() * a_scale_inv) @ (b.float() * b_scale_inv).T
     return out if bias is None else out + bias
 
 
 def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, accumulate=False):
-    """Compute (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias.
+    """Compute (a · a_scale_inv) @ (b · b_scale_inv)ᵀ + bias, such as x @ weightᵀ + bias.
 
     Args:
         a, b: (M, K) and (N, K) in FP8, contiguous, M, N and K multiples of 16, not both E5M2.
         a_scale_inv, b_scale_inv: float32, one element, on the device.
-        bias: (M,) BF16 or None.
+        bias: (N,) BF16 or None.
         accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "either" (the
             faster of the two; precise where nothing can be timed).
-        out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
+        out: (M, N) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
         accumulate: add the result to `out`.
 
-    All but the scales must start at a multiple of 16 bytes. Returns (N, M), `out` if given.
+    All but the scales must start at a multiple of 16 bytes. Returns (M, N), `out` if given.
     """
     if out is None:
-        out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.device)
     _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
 
@@ -133,25 +133,26 @@ def _check(operands, accumulation):
     """Raise ValueError unless cuBLASLt can run the GEMM."""
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
     dtypes = {a.dtype, b.dtype}
-    sizes = *a.shape, len(b)
-    scales = a_scale_inv, b_scale_inv
-    rules = {
-        f"accumulation={accumulation!r} must be precise, fast or either": accumulation in ACCUMULATIONS,
-        "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2":
-            dtypes <= {torch.float8_e4m3fn, torch.float8_e5m2} and dtypes != {torch.float8_e5m2},
-        "sizes must be multiples of 16; pad with zeros":
-            a.dim() == 2 and all(size > 0 and size % 16 == 0 for size in sizes),
-        "out must be torch.bfloat16 or torch.float32": out.dtype in (torch.bfloat16, torch.float32),
-        "a_scale_inv and b_scale_inv must be torch.float32, one element":
-            all(x.dtype == torch.float32 and x.numel() == 1 for x in scales)}
-    for rule, is_met in rules.items():
+    is_fp8 = dtypes <= {torch.float8_e4m3fn, torch.float8_e5m2}
+    sizes = (*a.shape, len(b))
+    scales = (a_scale_inv, b_scale_inv)
+    rules = [
+        (accumulation in ACCUMULATIONS, f"accumulation={accumulation!r} must be precise, fast or either"),
+        (is_fp8 and dtypes != {torch.float8_e5m2},
+         "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2"),
+        (a.dim() == 2 and all(size > 0 and size % 16 == 0 for size in sizes),
+         "sizes must be multiples of 16; pad with zeros"),
+        (out.dtype in (torch.bfloat16, torch.float32), "out must be torch.bfloat16 or torch.float32"),
+        (all(x.dtype == torch.float32 and x.numel() == 1 for x in scales),
+         "a_scale_inv and b_scale_inv must be torch.float32, one element")]
+    for is_met, rule in rules:
         if not is_met:
             raise ValueError(f"fast_kernels.gemm: a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} "
                              f"{b.dtype}, out {out.dtype}: {rule}")
     check_shape("fast_kernels.gemm", a.shape, a=a)
     check_shape("fast_kernels.gemm", (len(b), a.shape[1]), b=b)
-    check_shape("fast_kernels.gemm", (len(b), len(a)), out=out)
-    check_shape("fast_kernels.gemm", (len(a),), torch.bfloat16, bias=bias)
+    check_shape("fast_kernels.gemm", (len(a), len(b)), out=out)
+    check_shape("fast_kernels.gemm", (len(b),), torch.bfloat16, bias=bias)
 
 
 def _run_torch(operands, accumulation, accumulate):
@@ -159,7 +160,7 @@ def _run_torch(operands, accumulation, accumulate):
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
     gemm_bias = bias if out.dtype == torch.bfloat16 else None  # _scaled_mm adds one to a BF16 result only
     result = torch._scaled_mm(
-        b, a.t(), scale_a=b_scale_inv.view(1), scale_b=a_scale_inv.view(1), bias=gemm_bias,
+        a, b.t(), scale_a=a_scale_inv.view(1), scale_b=b_scale_inv.view(1), bias=gemm_bias,
         out_dtype=out.dtype, use_fast_accum=accumulation == "fast")
     if bias is not None and gemm_bias is None:
         result += bias
@@ -181,7 +182,11 @@ def _add_shape(key):
 
 
 class _Shape:
-    """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape."""
+    """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape.
+
+    cuBLAS is column-major and takes each of our matrices for its transpose. To it, out = a @ bᵀ is
+    outᵀ = (bᵀ)ᵀ aᵀ: its first operand, which it transposes, is our b, and its second one is our a.
+    """
 
     tuned_count = 0  # shapes timed in this process
 
@@ -208,7 +213,7 @@ class _Shape:
         found = (_Algorithm * ALGORITHMS)()
         count = ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(device_index), descriptor, a, b, out, out, preference, ALGORITHMS, found,
+            _handle(device_index), descriptor, b, a, out, out, preference, ALGORITHMS, found,
             ctypes.byref(count))
         _check_status(library.cublasLtMatmulPreferenceDestroy(preference))
         if status != 0:
@@ -273,25 +278,25 @@ class _Shape:
         beta = ONE if self.accumulate else ZERO
         out_address = out.data_ptr()
         with _lock:  # cuBLASLt reads the descriptor before it returns
-            _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
-            _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))
+            _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))  # its first operand
+            _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
             if bias is not None:
                 _set(descriptor, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
             _check_status(_library().cublasLtMatmul(
-                _handle(device_index), descriptor, ONE, a.data_ptr(), a_layout, b.data_ptr(), b_layout,
+                _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
                 beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
                 workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
 def _make_layout(shape, dtype, is_contiguous):
-    """Create the layout of a contiguous matrix. cuBLAS is column-major, and takes it for its transpose."""
+    """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Shape`."""
     rows, columns = shape
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_uint64(columns)  # and leading dimension
     return _create("MatrixLayout", TYPES[dtype], *sizes)
 
 
 def _make_descriptor(is_fast, has_bias):
-    """Create the descriptor of out = b @ aᵀ. cuBLAS is column-major: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
+    """Create the descriptor of out = a @ bᵀ; see `_Shape`."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
     _set(descriptor, FAST_ACCUM, ctypes.c_int8(is_fast))

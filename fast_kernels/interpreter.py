@@ -46,7 +46,9 @@ def speed_up() -> None:
     The interpreter does the first at each call of a function within a kernel as well, when they are replaced
     already, and makes its dictionary of dtypes anew for each tensor: half of its time in all.
     """
-    patch, find_dtype, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
+    patch = interpreter._patch_lang
+    find_dtype = interpreter._get_np_dtype
+    dtypes = {}
 
     def patch_lang(function):
         modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
@@ -59,7 +61,8 @@ def speed_up() -> None:
             dtypes[triton_type.name] = find_dtype(triton_type)
         return dtypes[triton_type.name]
 
-    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, numpy_dtype
+    interpreter._patch_lang = patch_lang
+    interpreter._get_np_dtype = numpy_dtype
 
 
 # ---------------------------------------------------------------- what the interpreter cannot run
@@ -99,13 +102,16 @@ def widen(x):
 
 
 @triton.jit
-def _byte(x, FP8: tl.constexpr):
-    return x.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
+def _byte(x, position: tl.constexpr, FP8_DTYPE: tl.constexpr):
+    """Cast to FP8, and move the byte to this position in 32 bits."""
+    return x.to(FP8_DTYPE).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * position)
 
 
 @triton.jit
-def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
-    return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
+def _pack_fp8(a, b, c, d, FP8_DTYPE: tl.constexpr):
+    low = _byte(a, 0, FP8_DTYPE) | _byte(b, 1, FP8_DTYPE)
+    high = _byte(c, 2, FP8_DTYPE) | _byte(d, 3, FP8_DTYPE)
+    return low | high
 
 
 @triton.jit
@@ -133,11 +139,14 @@ def _rounded(reference, dtype):
     return lambda *arguments, **options: tree_map(to_dtype, reference(*arguments, **options))
 
 
-def _cast(x, scale, amax, fp8, with_dbias=False, out=None):
-    quantized = casts.quantize_reference(x, scale, amax, fp8)
-    for written, tensor in zip(out or (), quantized):
-        written.copy_(tensor)
-    return out or quantized, x.double().sum(0).bfloat16() if with_dbias else None
+def _cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
+    quantized = casts.quantize_reference(x, scale, amax, fp8_dtype)
+    if out is not None:
+        for written, tensor in zip(out, quantized):
+            written.copy_(tensor)
+        quantized = out
+    dbias = x.double().sum(0).bfloat16() if with_dbias else None
+    return quantized, dbias
 
 
 def _cast_all(*tensors):

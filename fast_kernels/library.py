@@ -40,12 +40,16 @@ def is_fake(tensor):
 
 def operation(schema, setup_context=None, backward=None):
     """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
-    `name`. For setup_context and backward see `torch.library.register_autograd`."""
+    `name`. For setup_context and backward see `torch.library.register_autograd`.
+
+    schema: arguments and results, such as "(Tensor x, Tensor(a!) out, float eps) -> Tensor", where `a!` marks
+        a tensor that is written to.
+    """
 
     def register(function):
         def launch(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            # of a list, the function checks the others
+            # the first of a list stands for all: the function checks the others
             tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
             devices = {x.get_device() for x in tensors}
             if len(devices) > 1:
@@ -68,6 +72,7 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call(*args):
+            """Run the operation where autograd or a tracer must see it, else the function itself."""
             if backward is not None or is_tracing():
                 return op(*args)
             return launch(*args)

@@ -61,22 +61,22 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({len(logits)},) int64 is needed")
     if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
-    scale = amax = fp8 = None
+    scale = amax = fp8_dtype = None
     if quantization is not None and not torch.compiler.is_compiling():
-        scale, amax, fp8 = quantization
-    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8)
+        scale, amax, fp8_dtype = quantization
+    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8_dtype)
     return loss
 
 
 def _setup_context(ctx, inputs, output):
-    logits, labels, label_smoothing, softcap, scale, amax, fp8 = inputs
+    logits, labels, label_smoothing, softcap, scale, amax, fp8_dtype = inputs
     _, lse, count = output
     ctx.save_for_backward(logits, labels, lse, count)
     ctx.mark_non_differentiable(lse, count)
     ctx.set_materialize_grads(False)
     ctx.label_smoothing = label_smoothing
     ctx.softcap = softcap
-    ctx.quantization = scale, amax, fp8
+    ctx.quantization = scale, amax, fp8_dtype
     ctx.did_backward = False
 
 
@@ -87,9 +87,9 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
     logits, labels, lse, count = ctx.saved_tensors
     factor = (grad_loss / count).float()
     arguments = logits, labels, lse, factor, ctx.label_smoothing, ctx.softcap
-    scale, amax, fp8 = ctx.quantization
+    scale, amax, fp8_dtype = ctx.quantization
     if scale is not None:
-        quantized = cast_gradient(*arguments, scale, amax, fp8)
+        quantized = cast_gradient(*arguments, scale, amax, fp8_dtype)
         gradient = Float8Tensor(*quantized, dtype=logits.dtype)
     elif is_tracing():
         gradient = torch.empty_like(logits)
@@ -103,9 +103,9 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
 
 @operation(
     "(Tensor logits, Tensor labels, float label_smoothing, float? softcap, Tensor? scale, Tensor? amax, "
-    "ScalarType? fp8) -> (Tensor loss, Tensor lse, Tensor count)",
+    "ScalarType? fp8_dtype) -> (Tensor loss, Tensor lse, Tensor count)",
     _setup_context, _cross_entropy_backward)
-def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8):
+def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8_dtype):
     """Return the loss, each row's log-sum-exp (N,) float32, and the number of labels."""
     rows, vocab_size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -133,12 +133,12 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
 
 
 @operation(
-    f"(Tensor logits, {ARGUMENTS}, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
+    f"(Tensor logits, {ARGUMENTS}, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
     "-> (Tensor, Tensor, Tensor)")
-def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8):
+def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8_dtype):
     """Return the logits' gradient as an FP8 tensor, and raise amax to its largest magnitude."""
     rows, vocab_size = logits.shape
-    rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8)
+    rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8_dtype)
     if not is_fake(logits):
         tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
         _backward_fp8_kernel[(tiles,)](

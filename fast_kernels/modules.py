@@ -19,6 +19,7 @@ from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
-from fast_kernels.fused import Layer, Quantization, Stream
+from fast_kernels.fused import LinearPass, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
 __all__ = [  # the names of TE that are here
@@ -120,12 +121,14 @@ def is_fp8_available(return_reason=False):
     return (not reason, reason) if return_reason else not reason
 
 
-def is_mxfp8_available(return_reason=False):
+def _only_delayed_scaling(return_reason=False):
     reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
     return (False, reason) if return_reason else False
 
 
-is_fp8_block_scaling_available = is_nvfp4_available = is_mxfp8_available
+is_fp8_block_scaling_available = _only_delayed_scaling
+is_mxfp8_available = _only_delayed_scaling
+is_nvfp4_available = _only_delayed_scaling
 
 
 @functools.cache
@@ -142,8 +145,15 @@ def unsupported_reason() -> str:
 
 # ---------------------------------------------------------------- the FP8 region
 
-_regions = []  # the open autocast regions, the outermost first
-_recompute = None  # the innermost _Recompute that is open; None outside `checkpoint`
+class _OpenContexts:
+    """The contexts that the pass in progress is inside."""
+
+    def __init__(self):
+        self.regions = []  # the open autocast regions, the outermost first
+        self.recompute = None  # the innermost _Recompute that is open; None outside `checkpoint`
+
+
+_open = _OpenContexts()
 
 
 class autocast:
@@ -157,16 +167,16 @@ class autocast:
         self.group = amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
         self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
-        self.is_updated_backward = False  # whether a layer's backward pass updates the scales of gradients
+        self.has_backward_updater = False  # whether a layer's backward pass updates the scales of gradients
 
     def __enter__(self):
-        _regions.append(self)
+        _open.regions.append(self)
         self.is_training = torch.is_grad_enabled()  # of the outermost region: inside, parts may be frozen
         return self
 
     def __exit__(self, *error):
-        _regions.pop()
-        if not _regions and torch.is_grad_enabled():
+        _open.regions.pop()
+        if not _open.regions and torch.is_grad_enabled():
             self.update("fwd")
 
     def update(self, direction: str) -> None:
@@ -192,7 +202,7 @@ class autocast:
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
-    """Deprecated name of `autocast`, with its deprecated argument names."""
+    """Deprecated name of `autocast`, with its deprecated argument names. TE's `_graph` has no effect here."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
@@ -208,12 +218,12 @@ fp8_model_init = quantized_model_init  # the deprecated name
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
     """Run `function` without saving activations, and recompute it in the backward pass with the scales of its
-    first forward pass. The recomputation leaves the FP8 state alone."""
+    first forward pass. The recomputation leaves the FP8 state alone. use_reentrant has no effect."""
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=traced.checkpoint_contexts, **kwargs)
     recorded = []
-    regions = list(_regions)
+    regions = list(_open.regions)
 
     def contexts():
         return _Recompute(recorded, regions, replays=False), _Recompute(recorded, regions, replays=True)
@@ -223,7 +233,7 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
 
 
 class _Recompute:
-    """Context of a forward pass that records scales, or of each recomputation, which takes them in turn.
+    """Context of a forward pass that records scales, or of each recomputation, which replays them in turn.
 
     recorded: the scales of input and weight, (2, 1), of each GEMM. regions: those of the forward pass."""
 
@@ -233,17 +243,28 @@ class _Recompute:
         self.replays = replays
 
     def __enter__(self):
-        global _recompute
-        self.outer_recompute = _recompute
-        self.outer_regions = list(_regions)
+        self.outer_recompute = _open.recompute
+        self.outer_regions = _open.regions
         self.next_scales = iter(self.recorded)
-        _recompute = self
-        _regions[:] = self.regions
+        _open.recompute = self
+        _open.regions = list(self.regions)
 
     def __exit__(self, *error):
-        global _recompute
-        _recompute = self.outer_recompute
-        _regions[:] = self.outer_regions
+        _open.recompute = self.outer_recompute
+        _open.regions = self.outer_regions
+
+
+    def record(self, quantizations):
+        """Keep the scales of a GEMM's input and weight."""
+        self.recorded.append(torch.stack((quantizations.input.scale, quantizations.weight.scale)))
+
+    def replay(self, quantizations):
+        """Return how a GEMM quantizes with the scales that were recorded; nobody reads its amaxes."""
+        scale = next(self.next_scales)
+        amax = torch.zeros_like(scale)
+        return quantizations._replace(
+            input=Quantization(scale[0], amax[0], quantizations.input.fp8_dtype),
+            weight=Quantization(scale[1], amax[1], quantizations.weight.fp8_dtype))
 
 
 def get_cpu_offload_context(*args, **options):
@@ -251,6 +272,14 @@ def get_cpu_offload_context(*args, **options):
 
 
 # ---------------------------------------------------------------- modules
+
+class GemmQuantizations(NamedTuple):
+    """How the tensors of one GEMM are quantized."""
+
+    input: Quantization
+    weight: Quantization
+    output_gradient: Quantization
+
 
 @dataclass
 class ScalingState:
@@ -260,9 +289,9 @@ class ScalingState:
     scale: torch.Tensor  # (n,) float32
     amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
 
-    def quantization(self, slot: int, dtype: torch.dtype) -> Quantization:
+    def quantization(self, slot: int, fp8_dtype: torch.dtype) -> Quantization:
         """Return how one of the tensors is quantized."""
-        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], dtype)
+        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], fp8_dtype)
 
 
 def _do_nothing():
@@ -290,8 +319,9 @@ class Module(CheckedOptions, nn.Module):
         self.factory = dict(dtype=dtype, device=device or _device())  # of parameters
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
-        self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
-        self.weight_names = []
+        self._quantizations = {}  # {(GEMM, format): its GemmQuantizations}
+        self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
+        self.bias_names = []
 
     def add_norm(self, size, eps, normalization):
         if normalization not in ("LayerNorm", "RMSNorm"):
@@ -310,8 +340,9 @@ class Module(CheckedOptions, nn.Module):
             else:
                 init_method(weight)
         self.register_parameter(f"{prefix}weight", weight)
-        self.weight_names.append(f"{prefix}weight")
         self.add_bias(f"{prefix}bias", out_features, bias)
+        self.weight_names.append(f"{prefix}weight")
+        self.bias_names.append(f"{prefix}bias")
 
     def add_bias(self, name, size, has_bias):
         bias = nn.Parameter(torch.zeros(size, **self.factory)) if has_bias else None
@@ -319,10 +350,11 @@ class Module(CheckedOptions, nn.Module):
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
-        if torch.compiler.is_compiling() and len(_regions) > 0 and _regions[-1].enabled:
-            if _recompute is not None:
+        regions = _open.regions
+        if torch.compiler.is_compiling() and len(regions) > 0 and regions[-1].enabled:
+            if _open.recompute is not None:
                 raise ValueError("te.checkpoint around a compiled module: compile the model that calls it")
-            y = traced.run(self, x, _regions[-1], _regions[0].is_training, is_first_microbatch)
+            y = traced.run(self, x, regions[-1], regions[0].is_training, is_first_microbatch)
         else:
             y = self.run(x, is_first_microbatch)
         return y.view(*inp.shape[:-1], y.shape[-1])
@@ -333,55 +365,63 @@ class Module(CheckedOptions, nn.Module):
             return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
-    def layer(self, name, inputs, is_first_microbatch=None) -> Layer:
-        """Prepare the linear layer "", "fc1" or "fc2" for a pass, and return what its GEMMs use.
+    def begin_pass(self, gemm, inputs, is_first_microbatch=None) -> LinearPass:
+        """Prepare a linear layer, GEMM 0 or 1 of the module, for a pass, and return what its GEMMs use.
 
-        In FP8 this quantizes the weight and lets the region update the scales; else `weight` is None.
+        In FP8 this quantizes the weight and lets the region update the scales.
 
         inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
-        prefix = f"{name}_" if name else ""
-        parameter = getattr(self, f"{prefix}weight")
-        bias = getattr(self, f"{prefix}bias")
-        enabled = len(_regions) > 0 and _regions[-1].enabled
+        weight = getattr(self, self.weight_names[gemm])
+        bias = getattr(self, self.bias_names[gemm])
+        regions = _open.regions
+        enabled = len(regions) > 0 and regions[-1].enabled
         self.fp8_meta["fp8_checkpoint"] = enabled
         if not enabled:
-            return Layer(parameter, bias, None, None, None, None)
-        region, outermost = _regions[-1], _regions[0]
-        self._check(parameter, inputs[0])
-        self.init_fp8_meta_tensors(region.recipe)
-        gemm = 1 if name == "fc2" else 0
-        of_input, of_weight, of_gradient = self._quantization(gemm)
-        after_backward = _do_nothing
-        if _recompute is not None and _recompute.replays:
-            scale = next(_recompute.next_scales)
-            amax = torch.zeros_like(scale)
-            of_input = Quantization(scale[0], amax[0], of_input.dtype)
-            of_weight = Quantization(scale[1], amax[1], of_weight.dtype)
+            return LinearPass(weight, bias)
+        self._check_runs_in_fp8(weight, inputs[0])
+        self.init_fp8_meta_tensors(regions[-1].recipe)
+        quantizations = self._gemm_quantizations(gemm)
+        recompute = _open.recompute
+        if recompute is not None and recompute.replays:
+            quantizations = recompute.replay(quantizations)
+            update_gradient_scales = _do_nothing
         else:
-            outermost.recipes[self] = region.recipe
-            if not outermost.is_updated_backward and _has_backward(parameter, *inputs):
-                outermost.is_updated_backward = True  # by this layer, the first one: its backward runs last
-                after_backward = functools.partial(outermost.update, "bwd")
-            if _recompute is not None:
-                _recompute.recorded.append(torch.stack((of_input.scale, of_weight.scale)))
-        weight = self.quantized_weight(gemm, of_weight, is_first_microbatch)
-        return Layer(parameter, bias, weight, of_input, of_gradient, after_backward)
+            update_gradient_scales = self._register_for_update(weight, *inputs)
+            if recompute is not None:
+                recompute.record(quantizations)
+        fp8_weight = self.quantized_weight(gemm, quantizations.weight, is_first_microbatch)
+        return LinearPass(weight, bias, fp8_weight, quantizations.input, quantizations.output_gradient,
+                          update_gradient_scales)
 
-    def _check(self, parameter, x):
+    def _register_for_update(self, *tensors):
+        """Let the outermost region update this module's scales. Return what a layer calls after its backward
+        pass: the update of all gradients' scales in the first layer that has one, since it runs last.
+
+        tensors: those that the layer's backward pass gives gradients to, or None.
+        """
+        region, outermost = _open.regions[-1], _open.regions[0]
+        outermost.recipes[self] = region.recipe
+        if outermost.has_backward_updater or not _has_backward(*tensors):
+            return _do_nothing
+        outermost.has_backward_updater = True
+        return functools.partial(outermost.update, "bwd")
+
+    def _check_runs_in_fp8(self, weight, x):
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
-        self.check_dtype(parameter, x)
+        self.check_dtype(weight, x)
 
-    def check_dtype(self, parameter, x):
-        if x.dtype != torch.bfloat16 or parameter.dtype != torch.bfloat16:
-            raise ValueError(f"FP8: weights are {parameter.dtype}, and the input is {x.dtype}; both must be "
+    def check_dtype(self, weight, x):
+        if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+            raise ValueError(f"FP8: weights are {weight.dtype}, and the input is {x.dtype}; both must be "
                              "torch.bfloat16: model.to(torch.bfloat16)")
 
     def init_fp8_meta_tensors(self, recipe):
         """Create or resize scales and histories for `recipe`; keep the first rows of a history, as TE."""
         meta = self.fp8_meta
+        # `is` first: == takes microseconds, in each layer of each pass
         is_same = "scaling_fwd" in meta and (meta["recipe"] is recipe or meta["recipe"] == recipe)
         if is_same and meta["scaling_fwd"].amax_history.shape[0] == recipe.amax_history_len:
             return
@@ -401,8 +441,10 @@ class Module(CheckedOptions, nn.Module):
         self._quantizations.clear()
 
     @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
-    def prepare(self, margin, format_name, history_length, algorithm, reduces_amax, keeps_weights):
-        """Allocate or resize scales, histories and kept FP8 weights, which a graph can only update."""
+    def allocate_state_while_tracing(
+            self, margin, format_name, history_length, algorithm, reduces_amax, keeps_weights):
+        """Allocate or resize scales, histories and kept FP8 weights, which a graph can only update. The
+        arguments are the fields of a DelayedScaling, which is no constant."""
         recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm,
                                 reduce_amax=reduces_amax)
         if reason := unsupported_reason():
@@ -417,25 +459,24 @@ class Module(CheckedOptions, nn.Module):
         for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
 
-    def _quantization(self, gemm):
-        """Return how the input, the weight and the output gradient of a GEMM are quantized."""
+    def _gemm_quantizations(self, gemm) -> GemmQuantizations:
+        """Return how the tensors of a GEMM are quantized: views of this module's scales and histories."""
         format_name = self.fp8_meta["recipe"].fp8_format.name
         key = gemm, format_name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
             gradient_dtype = torch.float8_e5m2 if format_name == "HYBRID" else torch.float8_e4m3fn
-            self._quantizations[key] = [
-                forward.quantization(3 * gemm, torch.float8_e4m3fn),
-                forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
-                backward.quantization(2 * gemm, gradient_dtype)]
+            self._quantizations[key] = GemmQuantizations(
+                input=forward.quantization(3 * gemm, torch.float8_e4m3fn),
+                weight=forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
+                output_gradient=backward.quantization(2 * gemm, gradient_dtype))
         return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
         if not self.fp8_meta["fp8_checkpoint"]:
             return None
-        _, _, of_gradient = self._quantization(0)
-        return of_gradient
+        return self._gemm_quantizations(0).output_gradient
 
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
@@ -447,7 +488,7 @@ class Module(CheckedOptions, nn.Module):
         return self._fp8_workspaces[name]
 
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
-        """Return a GEMM's weight in FP8. is_first_microbatch: see `layer`."""
+        """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
         name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
@@ -480,7 +521,7 @@ class Linear(Module):
         self.add_linear("", out_features, in_features, bias, init_method)
 
     def run(self, x, is_first_microbatch):
-        return fused.linear(x, self, is_first_microbatch, adds_bias=True).x
+        return fused.linear(x, self, is_first_microbatch, adds_bias=True).output
 
 
 class LayerNormLinear(Module):
@@ -517,7 +558,7 @@ class LayerNormMLP(Module):
 
     def run(self, x, is_first_microbatch):
         _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
-        return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
+        return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
 
 
 class RMSNorm(CheckedOptions, nn.RMSNorm):
@@ -540,7 +581,8 @@ class DotProductAttention(CheckedOptions, nn.Module):
     """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
-    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`."""
+    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`. The arguments that are not read are
+    TE's: the tensors say how many heads there are, and their size."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", **options):
@@ -635,19 +677,19 @@ def quantize_weights(modules):
         for module in model.modules():
             if not isinstance(module, Module):
                 continue
-            module.init_fp8_meta_tensors(_regions[-1].recipe)
+            module.init_fp8_meta_tensors(_open.regions[-1].recipe)
             for gemm, name in enumerate(module.weight_names):
                 weight = getattr(module, name)
-                module._check(weight, weight)
+                module._check_runs_in_fp8(weight, weight)
                 if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
                     raise ValueError(
                         f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
                         "with fully_shard set model.quantizes_weights_first = False")
-                _, of_weight, _ = module._quantization(gemm)
+                quantization = module._gemm_quantizations(gemm).weight
                 weights.append(weight)
                 outputs.append(module.workspace(gemm))
-                weight_scales.append(of_weight.scale)
-                amaxes.append(of_weight.amax)
+                weight_scales.append(quantization.scale)
+                amaxes.append(quantization.amax)
     if weights:
         rowwise, columnwise, scale_inv = map(list, zip(*outputs))
         casts.cast_all(weights, rowwise, columnwise, scale_inv, weight_scales, amaxes)

@@ -4,7 +4,7 @@
     self.register_load_state_dict_pre_hook(load_fp8_state)
 
 The keys are those of `model_te_optimized.py` on every engine: `<module>.scaling_fwd.scale`, `.amax_history`,
-and `scaling_bwd` for gradients.
+and `scaling_bwd` for gradients. That file has these functions again, because it runs without this folder.
 """
 
 import warnings

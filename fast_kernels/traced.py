@@ -2,7 +2,7 @@
 fuses the PyTorch code between them. `Module.forward` calls `run` while it is traced inside an FP8 region.
 
 A graph cannot create state, and autograd cannot pass FP8 gradients between modules. So here
-- `Module.prepare` allocates the FP8 state at trace time;
+- `Module.allocate_state_while_tracing` allocates the FP8 state at trace time;
 - `_Linear` and `_MLP` are one autograd function for a whole module, whose FP8 operands are inputs without a
   gradient;
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
@@ -14,6 +14,7 @@ long as PyTorch's own operations do: Inductor reduces in another order, and roun
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe = region.recipe
-    module.prepare(
+    module.allocate_state_while_tracing(
         recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
         recipe.reduce_amax, bool(is_first_microbatch))
     for name in module.weight_names:
@@ -64,44 +65,52 @@ def run(module, x, region, is_training, is_first_microbatch):
 
     with torch.no_grad():
         if norm_weight is None:
-            mean = rstd = None
-            quantized_x, _ = casts.cast(x.detach(), *quantization(INPUT))
+            statistics = None, None
+            fp8_x, _ = casts.cast(x.detach(), *quantization(INPUT))
         else:
-            _, quantized_x, mean, rstd = casts.norm(
+            _, fp8_x, *statistics = casts.norm(
                 x.detach(), None, None, norm_weight.detach(), _detach(norm_bias), module.eps,
                 *quantization(INPUT))
-        quantized_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
+        fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
     fp8_max = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
     update_options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
     gradient_dtype = torch.float8_e5m2 if fp8_max.max_bwd > fp8_max.max_fwd else FORWARD_FP8
-    backward = gradient_state, gradient_dtype, (fp8_max.max_bwd, *update_options)
+    gradients = GradientScaling(gradient_state, gradient_dtype, (fp8_max.max_bwd, *update_options))
     if len(module.weight_names) == 1:
         y = _Linear.apply(
-            x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, *backward, *quantized_x,
-            *quantized_weight)
+            x, norm_weight, norm_bias, module.weight, module.bias, statistics, fp8_x, fp8_weight, gradients)
     else:
         with torch.no_grad():
-            hidden = _forward_gemm(*quantized_x, *quantized_weight)
-            quantized_act = casts.activate(
+            hidden = _forward_gemm(fp8_x, fp8_weight)
+            fp8_act = casts.activate(
                 module.activation, hidden, _detach(module.fc1_bias), *quantization(FC2_INPUT))
-            quantized_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
+            fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
         y = _MLP.apply(
             x, norm_weight, norm_bias, module.fc1_weight, module.fc1_bias, module.fc2_weight, module.fc2_bias,
-            mean, rstd, *backward, module.activation, hidden, *quantized_x, *quantized_weight,
-            *quantized_act, *quantized_fc2)
+            statistics, fp8_x, fp8_weight, module.activation, hidden, fp8_act, fp8_fc2, gradients)
     if is_training:
         update_scales(state, fp8_max.max_fwd, *update_options)
     return y
+
+
+class GradientScaling(NamedTuple):
+    """How the output gradients of a module's GEMMs are quantized."""
+
+    state: object  # the module's ScalingState
+    fp8_dtype: torch.dtype
+    update_arguments: tuple  # of `update_scales`
 
 
 def _detach(parameter):
     return None if parameter is None else parameter.detach()
 
 
-def _forward_gemm(x, x_columnwise, x_inv, weight, weight_columnwise, weight_inv, bias=None):
+def _forward_gemm(x, weight, bias=None):
     """Return x @ weightᵀ + bias of two FP8 tensors."""
-    return gemm(weight, weight_inv, x, x_inv, bias, "fast")
+    x_rowwise, _, x_inv = x
+    weight_rowwise, _, weight_inv = weight
+    return gemm(x_rowwise, x_inv, weight_rowwise, weight_inv, bias, "fast")
 
 
 def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
@@ -116,73 +125,69 @@ def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
 
 
 # The modules as autograd functions. x, which is before the norm, and the parameters are inputs to receive
-# gradients. The operands of GEMMs are quantized: rowwise, columnwise, scale_inv. `state`, the ScalingState of
-# gradients, is not saved with save_for_backward, because the backward pass changes it in place.
+# gradients. The others get none: statistics, mean and rstd of the norm; fp8_…, an FP8 tensor (rowwise,
+# columnwise, scale_inv); gradients, a GradientScaling. This is not saved with save_for_backward, because the
+# backward pass changes it in place.
 
 class _Linear(torch.autograd.Function):
     """Linear and LayerNormLinear."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, mean, rstd, state, gradient_dtype,
-                update_options, x_rowwise, x_columnwise, x_inv, w_rowwise, w_columnwise, w_inv):
-        ctx.state = state
-        ctx.gradient_dtype = gradient_dtype
-        ctx.update_options = update_options
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, statistics, fp8_x, fp8_weight, gradients):
+        ctx.gradients = gradients
         if norm_weight is None:
             x = None  # only the norm's backward pass reads it
-        ctx.save_for_backward(x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv)
-        return _forward_gemm(x_rowwise, x_columnwise, x_inv, w_rowwise, w_columnwise, w_inv, bias)
+        _, *x_columnwise = fp8_x
+        _, *w_columnwise = fp8_weight
+        ctx.save_for_backward(x, norm_weight, *statistics, *x_columnwise, *w_columnwise)
+        return _forward_gemm(fp8_x, fp8_weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
-        needs_x, needs_norm_weight, needs_norm_bias, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        needs_x, needs_norm_weight, needs_norm_bias, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dnorm_weight = dnorm_bias = dweight = None
         quantized, dbias = casts.cast(
             dy.contiguous(), *_gradient_quantization(ctx, GRADIENT), with_dbias=needs_bias)
         dy_rowwise, dy_columnwise, dy_inv = quantized
         if needs_weight:
-            dweight = gemm(x_columnwise, x_inv, dy_columnwise, dy_inv)
+            dweight = gemm(dy_columnwise, dy_inv, x_columnwise, x_inv)
         if needs_x or needs_norm_weight or needs_norm_bias:
             dx = input_gradient(dy_rowwise, dy_inv, (w_columnwise, w_inv))
             if norm_weight is not None:
                 dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(
                     dx, x, mean, rstd, norm_weight, None)
-        update_scales(ctx.state, *ctx.update_options)
-        return dx, dnorm_weight, dnorm_bias, dweight, dbias, *[None] * 11
+        _update_gradient_scales(ctx)
+        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
 
 
 class _MLP(torch.autograd.Function):
     """LayerNormMLP. hidden: the output of fc1 without its bias. act: after the activation."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, mean, rstd, state,
-                gradient_dtype, update_options, activation, hidden,
-                x_rowwise, x_columnwise, x_inv, fc1_rowwise, fc1_columnwise, fc1_inv,
-                act_rowwise, act_columnwise, act_inv, fc2_rowwise, fc2_columnwise, fc2_inv):
-        ctx.state = state
-        ctx.gradient_dtype = gradient_dtype
-        ctx.update_options = update_options
+    def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, statistics,
+                fp8_x, fp8_fc1, activation, hidden, fp8_act, fp8_fc2, gradients):
+        ctx.gradients = gradients
         ctx.activation = activation
-        ctx.save_for_backward(
-            x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
-            act_columnwise, act_inv, fc2_columnwise, fc2_inv)
-        return _forward_gemm(
-            act_rowwise, act_columnwise, act_inv, fc2_rowwise, fc2_columnwise, fc2_inv, fc2_bias)
+        columnwise = []  # and scale_inv: what dgrad and wgrad read
+        for _, *data_and_scale in (fp8_x, fp8_fc1, fp8_act, fp8_fc2):
+            columnwise += data_and_scale
+        ctx.save_for_backward(x, norm_weight, *statistics, fc1_bias, hidden, *columnwise)
+        return _forward_gemm(fp8_act, fp8_fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
          act_columnwise, act_inv, fc2_columnwise, fc2_inv) = ctx.saved_tensors
         (needs_x, needs_norm_weight, needs_norm_bias, needs_fc1_weight, needs_fc1_bias, needs_fc2_weight,
-         needs_fc2_bias) = ctx.needs_input_grad[:7]
+         needs_fc2_bias, *_) = ctx.needs_input_grad
         dx = dnorm_weight = dnorm_bias = dfc1_weight = dfc1_bias = dfc2_weight = None
         # fc2
         quantized, dfc2_bias = casts.cast(
             dy.contiguous(), *_gradient_quantization(ctx, FC2_GRADIENT), with_dbias=needs_fc2_bias)
         dy_rowwise, dy_columnwise, dy_inv = quantized
         if needs_fc2_weight:
-            dfc2_weight = gemm(act_columnwise, act_inv, dy_columnwise, dy_inv)
+            dfc2_weight = gemm(dy_columnwise, dy_inv, act_columnwise, act_inv)
         # activation and fc1
         needs_dx = needs_x or needs_norm_weight or needs_norm_bias
         if needs_dx or needs_fc1_weight or needs_fc1_bias:
@@ -191,17 +196,21 @@ class _MLP(torch.autograd.Function):
                 ctx.activation, dact, hidden, fc1_bias, *_gradient_quantization(ctx, GRADIENT))
             dhidden_rowwise, dhidden_columnwise, dhidden_inv = quantized
         if needs_fc1_weight:
-            dfc1_weight = gemm(x_columnwise, x_inv, dhidden_columnwise, dhidden_inv)
+            dfc1_weight = gemm(dhidden_columnwise, dhidden_inv, x_columnwise, x_inv)
         # norm
         if needs_dx:
             dx = input_gradient(dhidden_rowwise, dhidden_inv, (fc1_columnwise, fc1_inv))
             dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
-        update_scales(ctx.state, *ctx.update_options)
-        gradients = dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias
-        return *gradients, *[None] * 19
+        _update_gradient_scales(ctx)
+        return (dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias,
+                None, None, None, None, None, None, None, None)
 
 
 def _gradient_quantization(ctx, slot):
     """Return how an output gradient is quantized."""
-    state = ctx.state
-    return state.scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], ctx.gradient_dtype
+    state = ctx.gradients.state
+    return state.scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], ctx.gradients.fp8_dtype
+
+
+def _update_gradient_scales(ctx):
+    update_scales(ctx.gradients.state, *ctx.gradients.update_arguments)

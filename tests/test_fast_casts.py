@@ -40,10 +40,10 @@ def bytes_of(x):
     return x.view(torch.uint8)
 
 
-def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
+def assert_same_bytes(ours, theirs, fp8_dtype, share, noise=0.0):
     """Compare FP8 data. A `share` of the values may be the next FP8 number, and all may differ by `noise`,
     since float32 rounding differs."""
-    a, b = ours.view(fp8).float(), theirs.view(fp8).float()
+    a, b = ours.view(fp8_dtype).float(), theirs.view(fp8_dtype).float()
     assert torch.equal(a.isnan(), b.isnan())
     differs = (a - b).abs() > noise  # 0 equals -0
     assert differs.float().mean() <= share
@@ -83,14 +83,14 @@ def test_the_reference_activations_are_those_of_te_reference():
         torch.testing.assert_close(fast_casts.activation_reference(name, x), function(x))
 
 
-@pytest.mark.parametrize("fp8, value", zip(TYPES, SCALES))
-def test_the_reference_quantization_is_that_of_te_reference(fp8, value):
+@pytest.mark.parametrize("fp8_dtype, value", zip(TYPES, SCALES))
+def test_the_reference_quantization_is_that_of_te_reference(fp8_dtype, value):
     """That one is Transformer Engine's (tests/test_te_gpu.py)."""
     x = normal(48, 80)
     x[3, 4], x[5, 6], x[7, 8] = float("nan"), 1e30, -1e30
     scale, amax = scale_and_amax(value)
-    rowwise, _, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8)
-    assert torch.equal(bytes_of(rowwise), bytes_of(te_reference.quantize(x, scale, fp8)))
+    rowwise, _, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8_dtype)
+    assert torch.equal(bytes_of(rowwise), bytes_of(te_reference.quantize(x, scale, fp8_dtype)))
     assert scale_inv == scale.reciprocal()
     assert amax.item() == te_reference.amax_of(x).item()
 
@@ -132,13 +132,13 @@ def assert_statistic(ours, exact):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def check_norm(x, branch, branch_bias, weight, bias, fp8=E4M3, scale=50.0, share=1e-3):
+def check_norm(x, branch, branch_bias, weight, bias, fp8_dtype=E4M3, scale=50.0, share=1e-3):
     inputs = x, branch, branch_bias, weight, bias, EPS
     scale, amax = scale_and_amax(scale)
     expected_amax = amax.clone()
-    residual, quantized, mean, rstd = fast_casts.norm(*inputs, scale, amax, fp8)
+    residual, quantized, mean, rstd = fast_casts.norm(*inputs, scale, amax, fp8_dtype)
     exact_residual, exact_quantized, exact_mean, exact_rstd = fast_casts.norm_reference(
-        *inputs, scale, expected_amax, fp8)
+        *inputs, scale, expected_amax, fp8_dtype)
     assert (residual is x) == (branch is None)
     torch.testing.assert_close(residual, exact_residual, rtol=0, atol=0, equal_nan=True)
     assert (mean is None) == (exact_mean is None)
@@ -163,17 +163,17 @@ def test_norm(rows, columns, kind, added):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("fp8, scale", FORMAT_AND_SCALE)
-def test_norm_in_fp8(fp8, scale):
+@pytest.mark.parametrize("fp8_dtype, scale", FORMAT_AND_SCALE)
+def test_norm_in_fp8(fp8_dtype, scale):
     x, branch, branch_bias = normal(16, 144), normal(16, 144), normal(144)
     weight, bias = make_norm("LayerNorm", 144)
     x[5, 130] = branch[7, 3] = float("nan")  # it stays in its row and does not count in the amax
-    residual, (rowwise, _, _), amax = check_norm(x, branch, branch_bias, weight, bias, fp8, scale)
+    residual, (rowwise, _, _), amax = check_norm(x, branch, branch_bias, weight, bias, fp8_dtype, scale)
     assert residual.isnan().sum() == 2 and rowwise.float().isnan().all(1).nonzero().tolist() == [[5], [7]]
     before = amax.item()
     for more in (0.5, 2.0):  # a second micro-batch raises the first one's amax or leaves it
         scale_again = torch.tensor(scale, device=DEVICE)
-        fast_casts.norm(x, branch, branch_bias, more * weight, more * bias, EPS, scale_again, amax, fp8)
+        fast_casts.norm(x, branch, branch_bias, more * weight, more * bias, EPS, scale_again, amax, fp8_dtype)
         assert amax.item() == pytest.approx(max(1.0, more) * before, rel=1e-5)
 
 
@@ -247,21 +247,21 @@ def make_activation(activation, rows, columns, size=2.0, with_bias=True):
     return normal(rows, width, size=size), normal(width) if with_bias else None, normal(rows, columns)
 
 
-def check_activation(activation, x, bias, dy, fp8s=(E4M3, E5M2), scale=50.0):
+def check_activation(activation, x, bias, dy, fp8_dtypes=(E4M3, E5M2), scale=50.0):
     """Compare output and gradients with the reference's; return the FP8 data of output and dx."""
     scale, amax = scale_and_amax(scale)
-    y = fast_casts.activate(activation, x, bias, scale, amax, fp8s[0])
+    y = fast_casts.activate(activation, x, bias, scale, amax, fp8_dtypes[0])
     expected_amax = torch.zeros_like(amax)
-    expected = fast_casts.activate_reference(activation, x, bias, scale, expected_amax, fp8s[0])
+    expected = fast_casts.activate_reference(activation, x, bias, scale, expected_amax, fp8_dtypes[0])
     assert_fp8(y, amax, expected, expected_amax, scale)
     if len(x) > 16:  # smaller values of a second micro-batch leave the amax as it is
         amax.clamp_(min=1e3)
         before = amax.item()
-        fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8s[0])
+        fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8_dtypes[0])
         assert amax.item() == before
-    dx, dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), fp8s[1])
+    dx, dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), fp8_dtypes[1])
     expected, exact_dbias = fast_casts.activate_backward_reference(
-        activation, dy, x, bias, scale, expected_amax.zero_(), fp8s[1])
+        activation, dy, x, bias, scale, expected_amax.zero_(), fp8_dtypes[1])
     assert_fp8(dx, amax, expected, expected_amax, scale)
     assert_close(dbias, exact_dbias, len(x))
     return y[0].float(), dx[0].float()
@@ -274,10 +274,10 @@ def test_activate(rows, columns, activation, with_bias):
     check_activation(activation, *make_activation(activation, rows, columns, with_bias=with_bias))
 
 
-@pytest.mark.parametrize("fp8, scale", FORMAT_AND_SCALE)
+@pytest.mark.parametrize("fp8_dtype, scale", FORMAT_AND_SCALE)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_activate_in_fp8(activation, fp8, scale):
-    check_activation(activation, *make_activation(activation, 48, 80), (fp8, fp8), scale)
+def test_activate_in_fp8(activation, fp8_dtype, scale):
+    check_activation(activation, *make_activation(activation, 48, 80), (fp8_dtype, fp8_dtype), scale)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -291,17 +291,17 @@ def test_activate_partial_tile(activation):
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # in the interpreter; 1/(1 + inf) = 0 is correct
-@pytest.mark.parametrize("fp8, with_bias", [(E4M3, True), (E5M2, False)])
+@pytest.mark.parametrize("fp8_dtype, with_bias", [(E4M3, True), (E5M2, False)])
 @pytest.mark.parametrize("activation", fast_casts.ACTIVATIONS)
-def test_large_values_and_nan(activation, fp8, with_bias):
+def test_large_values_and_nan(activation, fp8_dtype, with_bias):
     """Far from zero an activation is 0 or the identity (squared), without an overflow; NaN stays NaN and does
     not count in the amax."""
     x, bias, dy = make_activation(activation, 16, 32, with_bias=with_bias)
     x[0, :8] = torch.tensor([1e4, -1e4, 1e18, -1e18, 12.0, -12.0, 90.0, -90.0], device=DEVICE)
     x[1, 3] = float("nan")
-    y, _ = check_activation(activation, x, bias, dy, (fp8, fp8), 1e-3)
+    y, _ = check_activation(activation, x, bias, dy, (fp8_dtype, fp8_dtype), 1e-3)
     assert y[1, 3].isnan() and y.isnan().sum() == 1
-    assert not y[0, [1, 3]].any() and y[0, 2].abs() == torch.finfo(fp8).max
+    assert not y[0, [1, 3]].any() and y[0, 2].abs() == torch.finfo(fp8_dtype).max
 
 
 # Casts and sums over rows
@@ -310,11 +310,11 @@ def test_large_values_and_nan(activation, fp8, with_bias):
 CAST_SHAPES = [(64, 128), (80, 272), *(on_gpu(*shape) for shape in LARGE)]
 
 
-def check_cast(x, scale, amax, fp8):
+def check_cast(x, scale, amax, fp8_dtype):
     """Compare a cast with the reference. The input is BF16, so all bytes are equal. Return the FP8 tensor."""
     expected_amax = amax.clone()
-    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8)
-    quantized, dbias = fast_casts.cast(x, scale, amax, fp8, with_dbias=True)
+    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8_dtype)
+    quantized, dbias = fast_casts.cast(x, scale, amax, fp8_dtype, with_dbias=True)
     assert torch.equal(bytes_of(quantized[0]), bytes_of(expected[0]))
     assert_fp8(quantized, amax, expected, expected_amax, scale, share=0)
     assert_close(dbias, x.double().sum(0), len(x))
@@ -326,59 +326,59 @@ def assert_equal_fp8(ours, theirs):
         assert torch.equal(bytes_of(a), bytes_of(b))
 
 
-@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("fp8_dtype", TYPES)
 @pytest.mark.parametrize("rows, columns", CAST_SHAPES)
-def test_cast(rows, columns, fp8):
+def test_cast(rows, columns, fp8_dtype):
     x = normal(rows, columns, size=2.0)
     values = SCALES if rows == 80 else SCALES[:1]
     for value in values:
         scale, amax = scale_and_amax(value)
-        check_cast(x, scale, amax, fp8)
+        check_cast(x, scale, amax, fp8_dtype)
 
 
-@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("fp8_dtype", TYPES)
 @pytest.mark.parametrize("rows, columns", CAST_SHAPES)
-def test_a_cast_into_memory_that_is_there(rows, columns, fp8):
+def test_a_cast_into_memory_that_is_there(rows, columns, fp8_dtype):
     x = normal(rows, columns, size=2.0)
     scale, amax = scale_and_amax(amax=1e5)
-    quantized, dbias = fast_casts.cast(x, scale, amax, fp8)
-    out = fast_casts.allocate_fp8(x, rows, columns, fp8)
-    written, _ = fast_casts.cast(x, scale, amax, fp8, out=out)
+    quantized, dbias = fast_casts.cast(x, scale, amax, fp8_dtype)
+    out = fast_casts.allocate_fp8(x, rows, columns, fp8_dtype)
+    written, _ = fast_casts.cast(x, scale, amax, fp8_dtype, out=out)
     assert all(a is b for a, b in zip(written, out, strict=True))
     assert_equal_fp8(written, quantized)
     assert dbias is None
     assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
-@pytest.mark.parametrize("fp8", TYPES)
-def test_a_cast_of_nan_and_infinity(fp8):
+@pytest.mark.parametrize("fp8_dtype", TYPES)
+def test_a_cast_of_nan_and_infinity(fp8_dtype):
     x = normal(80, 272, size=2.0)
     x[3, 4], x[5, 6], x[7, 8] = float("nan"), float("inf"), -float("inf")
     scale, amax = scale_and_amax()
     expected_amax = amax.clone()
-    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8)
-    quantized, _ = fast_casts.cast(x, scale, amax, fp8)
+    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8_dtype)
+    quantized, _ = fast_casts.cast(x, scale, amax, fp8_dtype)
     assert_fp8(quantized, amax, expected, expected_amax, scale, share=0)
     values = quantized[0].float()
     assert values.isnan().sum() == 1 and amax.item() == float("inf")
-    assert values[5, 6] == torch.finfo(fp8).max and values[7, 8] == -torch.finfo(fp8).max
+    assert values[5, 6] == torch.finfo(fp8_dtype).max and values[7, 8] == -torch.finfo(fp8_dtype).max
 
 
-@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("fp8_dtype", TYPES)
 @pytest.mark.parametrize("shapes", [
     [(64, 64)], [(48, 144), (16, 16), (80, 272)],
     on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
-def test_cast_all(shapes, fp8):
+def test_cast_all(shapes, fp8_dtype):
     """One launch equals a cast of each tensor."""
     tensors = [normal(*shape) for shape in shapes]
-    outputs = [fast_casts.allocate_fp8(x, *x.shape, fp8) for x in tensors]
+    outputs = [fast_casts.allocate_fp8(x, *x.shape, fp8_dtype) for x in tensors]
     scales = [torch.tensor(30.0 + number, device=DEVICE) for number in range(len(shapes))]
     amaxes = [torch.full((1,), float(number), device=DEVICE) for number in range(len(shapes))]
     expected_amaxes = [amax.clone() for amax in amaxes]
     rowwise, columnwise, scale_inv = map(list, zip(*outputs))
     fast_casts.cast_all(tensors, rowwise, columnwise, scale_inv, scales, amaxes)
     for x, out, scale, amax, expected_amax in zip(tensors, outputs, scales, amaxes, expected_amaxes):
-        expected, _ = fast_casts.cast(x, scale, expected_amax, fp8)
+        expected, _ = fast_casts.cast(x, scale, expected_amax, fp8_dtype)
         assert_equal_fp8(out, expected)
         assert torch.equal(amax, expected_amax)
 
@@ -402,7 +402,7 @@ def test_operations_are_registered():
     x, (weight, bias), ops = normal(16, 32), make_norm("LayerNorm", 32), torch.ops.fast_kernels
     scale, amax = quantization = scale_and_amax()  # each operation raises the amax, which shows in the schema
     _, _, mean, rstd = fast_casts.norm_reference(x, x, None, weight, bias, EPS, scale, amax.clone(), E4M3)
-    out, half = fp8(16, 32), x[:, :16].contiguous()
+    out, half = make_fp8(16, 32), x[:, :16].contiguous()
     for op, arguments in (
         (ops.norm, (x, x, x[0], weight, bias, EPS, *quantization, E4M3)),
         (ops.norm, (x, None, None, weight, None, EPS, *quantization, E4M3)),
@@ -420,7 +420,7 @@ def test_operations_are_registered():
         assert not amax.item()  # opcheck works on copies
 
 
-def fp8(*shape, dtype=E4M3):
+def make_fp8(*shape, dtype=E4M3):
     return fast_casts.allocate_fp8(torch.empty(0, device=DEVICE), *shape, dtype)
 
 
@@ -432,10 +432,11 @@ def fp8(*shape, dtype=E4M3):
     (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual .* must be"),
     (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
     (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
-    (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 32)), r"rowwise .* be \(32, 48\)"),
-    (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 48, dtype=E5M2)), "rowwise .* torch.float8_e4m3fn"),
-    (lambda x, q: fast_casts.cast_all(*([t] for t in (x, *fp8(32, 32), *q[:2]))), r"must be \(32, 48\)"),
-    (lambda x, q: fast_casts.cast_all(*([t] for t in (x.float(), *fp8(32, 48), *q[:2]))), "bfloat16 matrix"),
+    (lambda x, q: fast_casts.cast(x, *q, out=make_fp8(32, 32)), r"rowwise .* be \(32, 48\)"),
+    (lambda x, q: fast_casts.cast(x, *q, out=make_fp8(32, 48, dtype=E5M2)), "rowwise .* torch.float8_e4m3fn"),
+    (lambda x, q: fast_casts.cast_all(*([t] for t in (x, *make_fp8(32, 32), *q[:2]))), r"must be \(32, 48\)"),
+    (lambda x, q: fast_casts.cast_all(*([t] for t in (x.float(), *make_fp8(32, 48), *q[:2]))),
+     "bfloat16 matrix"),
     (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "contiguous bfloat16 matrix"),
     (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
     (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),

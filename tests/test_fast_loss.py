@@ -57,15 +57,15 @@ class Head(torch.autograd.Function):
         return None, None
 
 
-def fp8_gradient(logits, labels, scale, amax, fp8, factor=1.0, **options):
+def fp8_gradient(logits, labels, scale, amax, fp8_dtype, factor=1.0, **options):
     """Return the Float8Tensor that the output head receives."""
     received = []
     logits = Head.apply(logits.clone().requires_grad_(), received)
-    loss = cross_entropy(logits, labels, (scale, amax, fp8), **options)
+    loss = cross_entropy(logits, labels, (scale, amax, fp8_dtype), **options)
     (loss * factor).backward()
     gradient, = received
     assert isinstance(gradient, Float8Tensor) and gradient.shape == logits.shape
-    assert gradient.dtype == logits.dtype and gradient.rowwise.dtype == fp8
+    assert gradient.dtype == logits.dtype and gradient.rowwise.dtype == fp8_dtype
     assert torch.equal(gradient.columnwise.view(torch.uint8), gradient.rowwise.view(torch.uint8).T)
     assert gradient.scale_inv.shape == (1,) and gradient.scale_inv.item() == scale.reciprocal().item()
     return gradient
@@ -126,20 +126,20 @@ def test_ignored_rows(options):
     assert loss.item() == 0 and gradient.eq(0).all()  # as in TE; PyTorch divides by zero
 
 
-@pytest.mark.parametrize("fp8", [None, torch.float8_e5m2])
-def test_backward_runs_once(fp8):
+@pytest.mark.parametrize("fp8_dtype", [None, torch.float8_e5m2])
+def test_backward_runs_once(fp8_dtype):
     logits, labels = make_inputs(32, 96)
     leaf = logits.clone().requires_grad_()
     quantization = None
-    if fp8 is not None:
-        quantization = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE), fp8
+    if fp8_dtype is not None:
+        quantization = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE), fp8_dtype
     output = leaf * 1
     loss = cross_entropy(output, labels, quantization)
     square = output.square().sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
-    if fp8 is None:
+    if fp8_dtype is None:
         assert torch.equal(output.detach(), leaf.grad)  # overwritten
         with pytest.raises(RuntimeError, match="inplace operation"):  # no silent use of it
             square.backward()
@@ -164,33 +164,34 @@ def test_invalid_arguments_raise(logits, labels, options, message):
 # The gradient in FP8
 
 
-@pytest.mark.parametrize("rows, vocab_size, factor, scale, fp8, options", [
+@pytest.mark.parametrize("rows, vocab_size, factor, scale, fp8_dtype, options", [
     (48, 144, 1.0, 1.0, FORMATS[0], OPTIONS[3]), (16, 48, 3.0, 1e9, FORMATS[0], OPTIONS[0]),
     (48, 64, 2**-12, 1e-3, FORMATS[1], OPTIONS[1]), (64, 80, -1.0, 777.7, FORMATS[1], OPTIONS[2]),
-    *(on_gpu(4096, 50304, 1.0, 1e6, fp8, options) for fp8 in FORMATS for options in OPTIONS)])
-def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8, options):
+    *(on_gpu(4096, 50304, 1.0, 1e6, fp8_dtype, options) for fp8_dtype in FORMATS for options in OPTIONS)])
+def test_fp8_gradient_is_the_cast_of_the_bf16_one(
+        monkeypatch, rows, vocab_size, factor, scale, fp8_dtype, options):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32 if rows < 128 else 128)  # several tiles
     logits, labels = make_inputs(rows, vocab_size)
     logits[3, 5] = float("nan")
     scale, amax = torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE)
-    ours = fp8_gradient(logits, labels, scale, amax, fp8, factor, **options)
+    ours = fp8_gradient(logits, labels, scale, amax, fp8_dtype, factor, **options)
     _, gradient = loss_and_gradient(logits, labels, factor, **options)
-    expected = te_reference.quantize(gradient, scale, fp8)
+    expected = te_reference.quantize(gradient, scale, fp8_dtype)
     assert torch.equal(ours.rowwise.view(torch.uint8), expected.view(torch.uint8))
     assert amax.item() == te_reference.amax_of(gradient).item() > 0
     amax.fill_(1e5)
-    fp8_gradient(logits, labels, scale, amax, fp8, factor, **options)
+    fp8_gradient(logits, labels, scale, amax, fp8_dtype, factor, **options)
     assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
-def test_nan_stays_nan(fp8):
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_nan_stays_nan(fp8_dtype):
     """The step is skipped then. The bits are those that a GPU gives NaN."""
     logits, labels = make_inputs(32, 64, torch.float32, ignored=0.0)
     factor = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
     scale, amax = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
-    assert fp8_gradient(logits, labels, scale, amax, fp8, factor).rowwise.float().isnan().all()
+    assert fp8_gradient(logits, labels, scale, amax, fp8_dtype, factor).rowwise.float().isnan().all()
 
 
 # As operations
@@ -246,18 +247,18 @@ def test_more_than_2_to_the_31_logits():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [None, torch.float8_e5m2])
-def test_in_a_cuda_graph(fp8):
+@pytest.mark.parametrize("fp8_dtype", [None, torch.float8_e5m2])
+def test_in_a_cuda_graph(fp8_dtype):
     inputs, labels = make_inputs(288, 1040)
     scale, amax = torch.full((1,), 1e5, device="cuda"), torch.zeros(1, device="cuda")
 
     def step():
         received = []
         logits = Head.apply(inputs.requires_grad_(), received)
-        loss = cross_entropy(logits, labels, None if fp8 is None else (scale, amax, fp8))
+        loss = cross_entropy(logits, labels, None if fp8_dtype is None else (scale, amax, fp8_dtype))
         loss.backward()
         gradient, = received
-        gradient = gradient.clone() if fp8 is None else gradient.rowwise.float()
+        gradient = gradient.clone() if fp8_dtype is None else gradient.rowwise.float()
         return loss.detach(), gradient
 
     graph, captured = capture(step)

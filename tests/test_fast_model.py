@@ -325,7 +325,7 @@ def test_an_edited_branch_gets_its_gradient():
         return result.double()
 
     twice = gradient(lambda branch: Branch(branch.value() * 2))
-    kept = gradient(lambda branch: Branch(branch.x * 2, 2 * branch.bias, branch.gradient))
+    kept = gradient(lambda branch: Branch(branch.output * 2, 2 * branch.bias, branch.gradient_quantization))
     assert twice.norm() > 0 and (twice - kept).norm() / kept.norm() < 0.1
     x.requires_grad_()
     head.zero_grad()
