@@ -35,7 +35,7 @@ import tyro
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import measure, step
-from bench.plain_gpt import PlainStep
+from bench.plain_gpt import PlainTraining
 from bench.report import Rows
 from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
@@ -53,8 +53,8 @@ class Options:
     json: Path | None = None  # Write the rows here; those of other shapes in the file stay.
 
 
-class NanoGPTStep(PlainStep):
-    """A step of nanoGPT's train.py."""
+class NanoGPTTraining(PlainTraining):
+    """The training of nanoGPT's train.py."""
 
     def forward(self, input_ids, labels):
         float32 = next(self.model.parameters()).dtype == torch.float32
@@ -123,8 +123,8 @@ class NanoGPT(torch.nn.Module):
         return logits if labels is None else loss
 
 
-def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTStep:
-    """Make nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT.
+def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTTraining:
+    """Make nanoGPT's training. config: train.py's options, whose optimizer settings are those of nanoGPT.
 
     ddp: train on all ranks, as nanoGPT's train.py does. dtype: of the weights.
     """
@@ -137,7 +137,7 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
-    return NanoGPTStep(model, net, optimizer, config, device)
+    return NanoGPTTraining(model, net, optimizer, config, device)
 
 
 def measure_shape(module, config, timing):

@@ -192,8 +192,8 @@ def run_stack(options, device, argv):
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
 
 
-def measure_rows(measure, keys: dict, options, argv):
-    """Call measure(*values) -> figures for each combination of the values in `keys`.
+def measure_rows(measure_one, keys: dict, options, argv):
+    """Call measure_one(*values) -> figures for each combination of the values in `keys`.
 
     Skips those that options.json holds already, and marks those for which options.time_budget has no time.
     """
@@ -206,7 +206,7 @@ def measure_rows(measure, keys: dict, options, argv):
         if time.time() - start > options.time_budget:
             figures = {"error": "not run: time budget"}
         else:
-            figures = measure(*values)
+            figures = measure_one(*values)
         rows.add(row | figures)
 
 
@@ -269,7 +269,7 @@ def run_compile(options, device, argv):
     base = make_config(SHAPES["guide"], device)
     agreement = Agreement()
 
-    def measure(engine, recipe, mode, model):  # the engine is that of this process, and names the row only
+    def measure_mode(engine, recipe, mode, model):  # the engine, that of this process, only names the row
         changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
         free()  # also what a row that failed left behind
         try:
@@ -281,4 +281,4 @@ def run_compile(options, device, argv):
     supported = [recipe for recipe in COMPILE_RECIPES if not recipes.unsupported_reason(recipe)]
     keys = {"engine": (recipes.te.__name__,), "recipe": supported, "mode": COMPILE_MODES,
             "model": models.MODELS}
-    measure_rows(measure, keys, options, argv)
+    measure_rows(measure_mode, keys, options, argv)
