@@ -204,7 +204,7 @@ def measure_arm(arm, config, timing, baseline=None, agreement=None, make=None):
         "cuda_graph": training.is_graph, "kernels": getattr(training, "kernels", ""),
         "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
         "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
-    if arm in ("plain", "nanogpt"):  # the baselines
+    if baseline is None and arm in ("plain", "nanogpt"):  # themselves the baselines
         figures[timing.ratio] = 1.0
     if timing.phases:
         try:
