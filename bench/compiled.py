@@ -23,8 +23,6 @@ if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
-import functools
-import importlib.util
 import os
 import tempfile
 import types
@@ -34,7 +32,8 @@ import torch
 
 from bench import step
 from bench.edits import edited_file
-from bench.measure import Agreement, attempt
+from bench.measure import Agreement, Timing, attempt
+from bench.nanogpt import load_module
 from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
@@ -52,9 +51,7 @@ class Nanochat(PlainGPT):
         nanochat = types.ModuleType("nanochat.common")  # of which fp8.py uses one name
         nanochat.COMPUTE_DTYPE = torch.bfloat16
         sys.modules |= {"nanochat": nanochat, "nanochat.common": nanochat}
-        spec = importlib.util.spec_from_file_location("nanochat_fp8", Path(os.environ["NANOCHAT"]) / "fp8.py")
-        fp8 = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fp8)
+        fp8 = load_module("nanochat_fp8", Path(os.environ["NANOCHAT"]) / "fp8.py")
         fp8.convert_to_float8_training(self)
 
 
@@ -101,9 +98,10 @@ def measure_shape(shape, options, device, rows, folder):
     config = dataclasses.replace(
         step.make_config(step.SHAPES[shape], device), compile=True, compile_fullgraph=True, cuda_graph="off",
         compile_mode=options.mode)
-    measure = functools.partial(attempt, device=device, steps=options.steps, warmup=4, phases=0)
+    timing = Timing(device, options.steps, warmup=4, phases=0, ratio="over_bf16")
+    timing_of_edits = dataclasses.replace(timing, ratio="ratio")
     agreement = Agreement()
-    baselines = {}  # {arm: its step}
+    baselines = {}  # {arm: its training}
     for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):  # each once
         changed = dataclasses.replace(config, model=arm_model(arm, folder))
         if arm == "graph":
@@ -111,14 +109,13 @@ def measure_shape(shape, options, device, rows, folder):
                 changed, compile=False, compile_fullgraph=False, compile_mode="default", cuda_graph="auto")
         kind = "bf16" if arm in CLASSES else "fp8"
         if arm in EDITS:
-            figures, made = measure(kind, changed, baseline=baselines.get("fp8"), ratio="ratio")
+            figures, training = attempt(kind, changed, timing_of_edits, baselines.get("fp8"))
         else:
-            figures, made = measure(
-                kind, changed, baseline=baselines.get("bf16"), agreement=agreement, ratio="over_bf16")
+            figures, training = attempt(kind, changed, timing, baselines.get("bf16"), agreement)
         rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode, "fa4": fa4_forward is not None})
         if arm in ("bf16", "fp8"):
-            baselines[arm] = made
-        del made
+            baselines[arm] = training
+        del training
     baselines.clear()
     step.free()
 

@@ -36,12 +36,12 @@ import json
 import math
 import os
 import queue
-import re
 import shutil
 import statistics
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -71,8 +71,9 @@ for prefix, size in SIZES.items():
         ARMS[f"{prefix}{name}"] = f"{size} {recipe}"
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 
-PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # also of sizes that are gone; longest first
-# of Student's t, 1, 2… degrees of freedom
+# Prefixes of arms, longest first. Stored runs have some of a size that is gone: small-.
+PREFIXES = ("small-modern-", "small-", "modern-", "350m-", "")
+# Of Student's t, for 1, 2… degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
@@ -96,7 +97,8 @@ class Options:
 def baseline_of(arm: str) -> str:
     """Return the BF16 arm of the same architecture and learning rate."""
     name, at, lr = arm.partition("@")
-    return f"{re.match(PREFIXES, name)[0]}bf16{at}{lr}"
+    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+    return f"{prefix}bf16{at}{lr}"
 
 
 def mean_of(values: list[float]) -> float | None:
@@ -163,13 +165,13 @@ def summarize(runs: list[dict]) -> list[dict]:
         })
     for row in rows:
         bf16 = baseline_of(row["arm"])
-        seconds, speedup, interval = match(row, bf16, rows, final)
-        row["seconds_to_bf16_loss"] = seconds
-        row["loss_matched_speedup"] = speedup
-        row["loss_matched_interval"] = interval
-        _, speedup, interval = match(row, bf16.replace("bf16", "nanogpt"), rows, final)
-        row["loss_matched_speedup_over_nanogpt"] = speedup
-        row["loss_matched_interval_over_nanogpt"] = interval
+        over_bf16 = speed_to_loss(row, bf16, rows, final)
+        over_nanogpt = speed_to_loss(row, bf16.replace("bf16", "nanogpt"), rows, final)
+        row["seconds_to_bf16_loss"] = over_bf16.seconds
+        row["loss_matched_speedup"] = over_bf16.speedup
+        row["loss_matched_interval"] = over_bf16.interval
+        row["loss_matched_speedup_over_nanogpt"] = over_nanogpt.speedup
+        row["loss_matched_interval_over_nanogpt"] = over_nanogpt.interval
     return sorted(rows, key=lambda row: row["mean"])
 
 
@@ -186,37 +188,42 @@ def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-UNMATCHED = (None, None, None)
+class SpeedToLoss(NamedTuple):
+    """How fast an arm reaches the loss of another; None: unknown."""
+
+    seconds: float | None = None  # training time after which it ends at that loss
+    speedup: float | None = None  # the other arm's time over this
+    interval: list[float] | None = None  # of the speed-up, 95 %
 
 
-def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
-    """Return the training time after which row's arm ends at the loss of the arm `baseline`, the time of
-    `baseline` over it, and the 95 % interval of that; None for what is not known.
+def speed_to_loss(row: dict, baseline: str, rows: list[dict], final: dict) -> SpeedToLoss:
+    """Return how fast row's arm reaches the loss of the arm `baseline` at the same number of tokens.
 
     The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
-    row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
+    row's arm to its next, over the seeds of both lengths. Unknown if the loss is not between these lengths.
     """
     arm, tokens = row["arm"], row["tokens"]
     own = final[arm, tokens]
     if any("switch_step" in record for record in own.values()):  # its seconds are of a part of the run
-        return UNMATCHED
+        return SpeedToLoss()
     other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, tokens)), None)
     if other is None or not row["seconds"] or not other["seconds"]:
-        return UNMATCHED
+        return SpeedToLoss()
     if other is row:
-        return row["seconds"], 1.0, None
+        return SpeedToLoss(row["seconds"], 1.0)
     lengths = [r["tokens"] for r in rows if r["arm"] == arm and r is not row]
     if not lengths:
-        return UNMATCHED
+        return SpeedToLoss()
     nearest = min(lengths, key=lambda length: abs(math.log(length / tokens)))
 
     gaps = losses_above(own, final[baseline, tokens])
     falls = losses_above(own, final[arm, nearest])
     if not gaps or not falls:
-        return UNMATCHED
-    gap, fall = statistics.mean(gaps), statistics.mean(falls)
+        return SpeedToLoss()
+    gap = statistics.mean(gaps)
+    fall = statistics.mean(falls)
     if not 0 <= gap / fall <= 1:
-        return UNMATCHED
+        return SpeedToLoss()
 
     def seconds_to_close(gap):
         return row["seconds"] * (nearest / tokens) ** (gap / fall)
@@ -225,7 +232,7 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     interval = interval_of(gaps)
     if interval is not None:
         interval = sorted(other["seconds"] / seconds_to_close(bound) for bound in interval)
-    return seconds, other["seconds"] / seconds, interval
+    return SpeedToLoss(seconds, other["seconds"] / seconds, interval)
 
 
 def losses_above(own: dict, others: dict) -> list[float]:
@@ -421,7 +428,7 @@ def main(argv=None) -> int:
             raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
                              "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    origin = {"machine": machine, "corpus": corpus, "more": options.more}
+    common = {"machine": machine, "corpus": corpus, "more": options.more}
     jobs = []
     for seed in options.seeds:  # outside, so that a study that was cut has all arms of its first seeds
         for arm in options.arms:
@@ -433,7 +440,7 @@ def main(argv=None) -> int:
             errors.append(error)
             continue
         records = evaluations_of(arm, seed, folder_of(options, arm, seed))
-        add_run([record | origin for record in records], {corpus: description}, options.json, argv)
+        add_run([record | common for record in records], {corpus: description}, options.json, argv)
     if options.json.exists():
         print(main_table(read_document(options.json)))
     for error in errors:

@@ -24,12 +24,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench import step
-from bench.measure import attempt, measure
+from bench.measure import Timing, attempt, measure_arm
 from bench.report import Rows
 from nanote import recipes
 from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
 
+FILES = {  # folder of diffs: the file that they change
+    "fast": "model_te_fast.py", "optimized": "model_te_optimized.py", "compiled": "model_te_optimized.py"}
 CLASSES = {"fast": "FastGPT2Model", "optimized": "OptimizedGPT2Model"}
 OPTIONS = {"offload": {"cuda_graph": "off"}}  # of train.py; offloading allocates host memory in every step
 
@@ -43,11 +45,11 @@ class Options:
     json: Path | None = None  # Write the rows here.
 
 
-def edited_file(model: str, edit: str, folder: Path) -> Path:
-    """Write a copy of the model file with the diff applied."""
+def edited_file(diffs: str, edit: str, folder: Path) -> Path:
+    """Write a copy of a model file with the diff of an edit applied. diffs: a key of FILES."""
     path = folder / f"{edit}.py"
-    shutil.copy(ROOT / f"model_te_{model.replace('compiled', 'optimized')}.py", path)
-    diff = ROOT / "examples" / "edits" / model / f"{edit}.diff"
+    shutil.copy(ROOT / FILES[diffs], path)
+    diff = ROOT / "examples" / "edits" / diffs / f"{edit}.diff"
     subprocess.run(["patch", "-s", str(path), str(diff)], check=True)
     return path
 
@@ -67,7 +69,8 @@ def main(argv=None) -> None:
     device = pick_device("auto")
     config = step.make_config(step.SHAPES[options.shape] | {"model": options.model}, device)
     rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
-    _, unedited = measure("fp8", config, device, options.steps, phases=0)
+    timing = Timing(device, options.steps, phases=0, ratio="ratio")
+    _, unedited = measure_arm("fp8", config, timing)
     engine = "fast" if options.model == "fast" else recipes.ENGINE
     common = {"model": options.model, "shape": options.shape, "engine": engine}
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +78,7 @@ def main(argv=None) -> None:
             path = edited_file(options.model, edit, Path(folder))
             model = f"{path}:{CLASSES[options.model]}"
             changed = dataclasses.replace(config, model=model, **OPTIONS.get(edit, {}))
-            figures, _ = attempt("fp8", changed, device, options.steps, unedited, phases=0, ratio="ratio")
+            figures, _ = attempt("fp8", changed, timing, unedited)
             rows.add(figures | common | {"edit": edit})
 
 

@@ -1,7 +1,8 @@
 """Measure one arm: check what it computes, then time its training step in turns with the baseline's.
 
-`measure` raises what the arm raises; `attempt` returns it as a row with an error, so that a study continues
-with the next arm. Times are those between CUDA events; on a CPU, of the host's clock.
+`measure_arm` raises what the arm raises; `attempt` returns it as a row with an error, so that a study goes on
+with the next arm. A training is called with micro-batches and a learning rate, trains one step and returns
+loss and gradient norm. Times are those between CUDA events; on a CPU, of the host's clock.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import random
 import statistics
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -73,6 +75,17 @@ def interval_of_median(values, seed=0) -> list[float]:
     return [medians[50], medians[1949]]
 
 
+@dataclass
+class Timing:
+    """How the arms of a study are timed."""
+
+    device: torch.device
+    steps: int  # Steps to time, of each arm.
+    warmup: int | None = None  # Steps before them; None: WARMUP, and 1 on a CPU.
+    phases: int = 5  # Passes of phases_ms; 0 skips it.
+    ratio: str = "ratio_to_plain"  # Field of a row that gets the speed over that of the baseline.
+
+
 class Agreement:
     """Checks what an arm computes before it is timed, and compares it with the first arm of its shape.
 
@@ -84,10 +97,10 @@ class Agreement:
     def __init__(self):
         self.first = {}  # micro-batches per step: (arm, gradient norm)
 
-    def verify(self, arm, step, batches) -> dict:
+    def verify(self, arm, training, batches) -> dict:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
-        config = step.config
-        loss, norm = step(batches, 0.0)
+        config = training.config
+        loss, norm = training(batches, 0.0)
         loss, norm = loss.item(), norm.item()
         expected_loss = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
         if not abs(loss - expected_loss) < 0.3:  # NaN is refused, too
@@ -96,76 +109,70 @@ class Agreement:
         first, expected = self.first.setdefault(config.grad_accum, (arm, norm))
         if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
             raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
-        for _ in range(4):
-            last, _ = step(batches, CHECKED_LR)
+        for _ in range(4):  # a step returns the loss before its update: the last one's is that after three
+            last, _ = training(batches, CHECKED_LR)
         last = last.item()
         if not last < loss:
             raise RuntimeError(f"numerics: the loss is {last:.5g} after three steps, from {loss:.5g}")
         return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
 
 
-def phases_ms(step, batch, device, passes=5) -> dict:
+def phases_ms(training, batch, device, passes) -> dict:
     """Time forward, backward and update on one micro-batch, launched from Python: medians of `passes`."""
     spans = []
     for _ in range(2 + passes):
-        step.model.zero_grad(set_to_none=True)
+        training.model.zero_grad(set_to_none=True)
         start = stamp(device)
-        loss = step.forward(*batch)
+        loss = training.forward(*batch)
         after_forward = stamp(device)
         loss.backward()
         after_backward = stamp(device)
-        step.update()
+        training.update()
         spans.append(spans_ms([start, after_forward, after_backward, stamp(device)]))
-    step.model.zero_grad(set_to_none=True)
+    training.model.zero_grad(set_to_none=True)
     forward, backward, optimizer = zip(*spans[2:])
     return {
         "forward_ms": statistics.median(forward), "backward_ms": statistics.median(backward),
         "optimizer_ms": statistics.median(optimizer)}
 
 
-def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -> dict:
-    """Warm a step up and time it in turns with a baseline -> figures of speed and memory of its row.
-
-    occupied: bytes that are not the step's. The other arguments are those of `measure`.
-    """
-    on_gpu = device.type == "cuda"
+def warm_up(training, batches, timing) -> None:
+    """Run the steps that are not timed."""
+    warmup = timing.warmup
     if warmup is None:
-        warmup = WARMUP if on_gpu else 1
+        warmup = WARMUP if timing.device.type == "cuda" else 1
     for _ in range(warmup):
-        step(batches, LR)
-    peak_gib = None
-    if on_gpu:
-        peak_gib = (torch.cuda.max_memory_allocated() - occupied) / 2**30
-    functions = {"step": partial(step, batches, LR)}
+        training(batches, LR)
+
+
+def time_steps(training, batches, timing, baseline) -> dict:
+    """Time steps, in turns with those of a baseline if there is one -> figures of speed."""
+    functions = {"arm": partial(training, batches, LR)}
     if baseline is not None:
         functions = {"baseline": partial(baseline, batches, LR)} | functions
-    times = in_turns(functions, steps, device)
-    ms = statistics.median(times["step"])
-    config = step.config
+    times = in_turns(functions, timing.steps, timing.device)
+    ms = statistics.median(times["arm"])
+    config = training.config
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     figures = {
-        "ms": ms, "slowest_ms": max(times["step"]), "tokens_per_s": 1e3 * tokens / ms, ratio: None,
-        "peak_gib": peak_gib, "parameters": sum(p.numel() for p in step.model.parameters())}
+        "ms": ms, "slowest_ms": max(times["arm"]), "tokens_per_s": 1e3 * tokens / ms, timing.ratio: None}
     if baseline is not None:
-        ratios = [theirs / own for theirs, own in zip(times["baseline"], times["step"])]
-        figures[ratio] = statistics.median(times["baseline"]) / ms
-        figures[f"{ratio}_interval"] = interval_of_median(ratios)
+        ratios = [theirs / own for theirs, own in zip(times["baseline"], times["arm"])]
+        figures[timing.ratio] = statistics.median(times["baseline"]) / ms
+        figures[f"{timing.ratio}_interval"] = interval_of_median(ratios)
     return figures
 
 
-def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5, make=None,
-            ratio="ratio_to_plain"):
-    """Measure one arm -> (the figures of its row, its step).
+def measure_arm(arm, config, timing, baseline=None, agreement=None, make=None):
+    """Measure one arm -> (the figures of its row, its training).
 
     Args:
         config: the TrainConfig of the shape; the arm's words change it.
-        baseline: the step of the arm plain, or another baseline, timed in turns with this one.
+        baseline: the training of the arm plain, or another baseline, timed in turns with this one.
         agreement: compares this arm with the shape's first one; None: with none.
-        warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
-        phases: passes of phases_ms; 0 skips it.
-        make: returns the step of an arm that is none of this kit's, from (config, device).
-        ratio: the field that gets the speed over that of the baseline.
+        make: returns the training of an arm that is none of this kit's, from (config, device).
     """
+    device = timing.device
     if make is None:
         config = arm_config(arm, config)
     options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
@@ -174,37 +181,43 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
     free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if make is not None:
-        step = make(config, device)
+        training = make(config, device)
     elif arm in PLAIN_ARMS:
-        step = make_plain(arm, model_config, config, device)
+        training = make_plain(arm, model_config, config, device)
     else:
-        step = Training(config, device, batches)
+        training = Training(config, device, batches)
     if agreement is None:
         agreement = Agreement()
-    checked = agreement.verify(arm, step, batches)
-    figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
+    checked = agreement.verify(arm, training, batches)
+    warm_up(training, batches, timing)
+    peak_gib = None
+    if device.type == "cuda":
+        peak_gib = (torch.cuda.max_memory_allocated() - occupied) / 2**30
+    figures = time_steps(training, batches, timing, baseline)
+    parameters = sum(p.numel() for p in training.model.parameters())
     mfu = None
     if peak_flops(device):
-        flops = flops_per_token(model_config, figures["parameters"], config.seq_len)
+        flops = flops_per_token(model_config, parameters, config.seq_len)
         mfu = figures["tokens_per_s"] * flops / peak_flops(device)
     figures |= {
-        "arm": arm, "mfu": mfu, "cuda_graph": step.is_graph, "kernels": getattr(step, "kernels", ""),
+        "peak_gib": peak_gib, "parameters": parameters, "arm": arm, "mfu": mfu,
+        "cuda_graph": training.is_graph, "kernels": getattr(training, "kernels", ""),
         "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
         "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
-    if arm in ("plain", "nanogpt"):  # the baselines
-        figures[ratio] = 1.0
-    if phases:
+    if baseline is None and arm in ("plain", "nanogpt"):  # themselves the baselines
+        figures[timing.ratio] = 1.0
+    if timing.phases:
         try:
-            figures |= phases_ms(step, batches[0], device, phases)
+            figures |= phases_ms(training, batches[0], device, timing.phases)
         except torch.OutOfMemoryError:  # next to the memory of a CUDA graph
-            step.model.zero_grad(set_to_none=True)
-    return figures, step
+            training.model.zero_grad(set_to_none=True)
+    return figures, training
 
 
 def attempt(arm, *args, **kwargs):
-    """Measure one arm; return a row with the error in one line, and no step, if it cannot run."""
+    """Measure one arm; return a row with the error in one line, and no training, if it cannot run."""
     try:
-        return measure(arm, *args, **kwargs)
+        return measure_arm(arm, *args, **kwargs)
     except Exception as error:  # the other arms are still to be measured
         if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
             traceback.print_exc()

@@ -24,10 +24,14 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
 SHAPES = {
-    "124m-b32": "GPT-2 124M, 32 x 1,024", "124m-b16": "GPT-2 124M, 16 x 1,024",
-    "124m-b4": "GPT-2 124M, 4 x 1,024", "350m-b16": "GPT-2 350M, 16 x 1,024",
-    "c2048": "8 layers of 2,048, 8 x 2,048", "c4096": "4 layers of 4,096, 4 x 4,096",
-    "guide": "4 layers of 768, 8 x 512", "llama3-8b": "Llama-3 8B, 1 x 8,192",
+    "124m-b32": "GPT-2 124M, 32 x 1,024",
+    "124m-b16": "GPT-2 124M, 16 x 1,024",
+    "124m-b4": "GPT-2 124M, 4 x 1,024",
+    "350m-b16": "GPT-2 350M, 16 x 1,024",
+    "c2048": "8 layers of 2,048, 8 x 2,048",
+    "c4096": "4 layers of 4,096, 4 x 4,096",
+    "guide": "4 layers of 768, 8 x 512",
+    "llama3-8b": "Llama-3 8B, 1 x 8,192",
 }
 
 
@@ -55,7 +59,7 @@ def unique(values):
     return list(dict.fromkeys(value for value in values if value))
 
 
-def origin(name):
+def origin_of_file(name):
     """Return where a file comes from: machine, versions, dates, commit and at most three of its commands."""
     content = read(name)
     rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
@@ -88,7 +92,7 @@ def section(heading, text, files, columns, rows):
             shown["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
         cells = [fill(cell, shown) for cell in columns.values()]
         lines.append(f"| {' | '.join(cells)} |")
-    origins = [origin(name) for name in files]
+    origins = [origin_of_file(name) for name in files]
     return "\n".join([*lines, "", "```text", *origins, "```", ""])
 
 
@@ -97,13 +101,14 @@ def section(heading, text, files, columns, rows):
 def speed():
     rows = read("speed")
     for row in rows:
+        row["arm"] = row["arm"].replace("te_block", "te_modules")  # what it was called then
         for arm in ("bf16", "fp8"):
             for other in find(rows, shape=row["shape"], block=row["block"], arm=arm):
                 row[f"over_{arm}"] = other["ms"] / row["ms"]
     return section(
         "A step beside plain PyTorch",
         "Forward, loss, backward, clipping, optimizer. `plain` is the same architecture in plain "
-        "PyTorch (`bench/plain_gpt.py`): BF16 autocast, `torch.compile`, fused AdamW. `te_block` "
+        "PyTorch (`bench/plain_gpt.py`): BF16 autocast, `torch.compile`, fused AdamW. `te_modules` "
         "has TE's modules in place of the fast kernels of blocks, `eager` no CUDA graph. The modern "
         "block has RMSNorm, RoPE, QK-norm, grouped queries, SwiGLU and no biases. Llama-3 8B has "
         "BF16 moments: float32 moments would not fit. MFU counts 6N + 12·L·C·T FLOPs a token, as "
@@ -178,16 +183,21 @@ def loops():
 
 def crossover():
     measured = read("crossover")
+    columns = {"tokens a step": "{tokens:,}"}
+    for width in sorted({row["width"] for row in measured}):
+        title = f"width {width:,}"
+        columns[title] = f"{{{title}[graph]:.2f}} ({{{title}[eager]:.2f}})"
     rows = []
     for tokens in sorted({row["tokens"] for row in measured}):
-        widths = {f"width {row['width']:,}": row for row in find(measured, tokens=tokens)}
-        rows.append({"tokens": tokens, **widths})
-    cells = {title: f"{{{title}[graph]:.2f}} ({{{title}[eager]:.2f}})" for title in widths}
+        row = {"tokens": tokens}
+        for cell in find(measured, tokens=tokens):
+            row[f"width {cell['width']:,}"] = cell
+        rows.append(row)
     return section(
         "FP8 over BF16 by width and tokens",
         "Speed of a step as a CUDA graph, in brackets launched from Python. Two layers, a "
         "vocabulary of 1,024 ([picture](../results/crossover.png)).",
-        ["crossover"], {"tokens a step": "{tokens:,}", **cells}, rows)
+        ["crossover"], columns, rows)
 
 
 def version_0_2():

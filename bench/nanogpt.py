@@ -35,7 +35,7 @@ import tyro
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import measure, step
-from bench.plain_gpt import PlainStep
+from bench.plain_gpt import PlainTraining
 from bench.report import Rows
 from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
@@ -53,8 +53,8 @@ class Options:
     json: Path | None = None  # Write the rows here; those of other shapes in the file stay.
 
 
-class NanoGPTStep(PlainStep):
-    """A step of nanoGPT's train.py."""
+class NanoGPTTraining(PlainTraining):
+    """The training of nanoGPT's train.py."""
 
     def forward(self, input_ids, labels):
         float32 = next(self.model.parameters()).dtype == torch.float32
@@ -62,14 +62,21 @@ class NanoGPTStep(PlainStep):
             return self.net(input_ids, labels)[1]
 
 
+def load_module(name: str, file: Path):
+    """Return a file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def load(folder):
     """Return the module of a checkout's model.py. FileNotFoundError or ValueError if it is not nanoGPT's."""
     file = folder / "model.py"
     if not file.is_file():
         raise FileNotFoundError(f"{folder}: there is no model.py; name the folder of a nanoGPT checkout")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module("nanogpt_model", file)
     for name in ("GPT", "GPTConfig"):
         if not hasattr(module, name):
             raise ValueError(f"{file}: has no {name}; name the folder of a nanoGPT checkout")
@@ -116,12 +123,13 @@ class NanoGPT(torch.nn.Module):
         return logits if labels is None else loss
 
 
-def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTStep:
-    """Make nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT.
+def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTTraining:
+    """Make nanoGPT's training. config: train.py's options, whose optimizer settings are those of nanoGPT.
 
     ddp: train on all ranks, as nanoGPT's train.py does. dtype: of the weights.
     """
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(config.seed)
     sizes = {name: getattr(config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
     model = NanoGPTConfig(**sizes, n_positions=config.seq_len).make(module).to(device, dtype)
@@ -129,30 +137,33 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
-    return NanoGPTStep(model, net, optimizer, config, device)
+    return NanoGPTTraining(model, net, optimizer, config, device)
 
 
-def measure_shape(module, config, steps, device):
+def measure_shape(module, config, timing):
     """Measure nanoGPT, then this kit's arms in turns with it. Yields the figures of each arm."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    attempt = partial(measure.attempt, config=config, device=device, steps=steps, phases=0,
-                      ratio="ratio_to_nanogpt")
-    figures, nanogpt = attempt("nanogpt", make=partial(make_nanogpt, module))
+    figures, nanogpt = measure.attempt("nanogpt", config, timing, make=partial(make_nanogpt, module))
     yield figures
-    for arm in ARMS if nanogpt else ():  # None: it does not fit into memory
-        yield attempt(arm, baseline=nanogpt)[0]
+    if nanogpt is None:  # it does not fit into memory
+        return
+    for arm in ARMS:
+        figures, _ = measure.attempt(arm, config, timing, baseline=nanogpt)
+        yield figures
 
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/nanogpt.py", __doc__)
     require_at_least(4, options, "steps")
-    module, device = load(options.path), pick_device("auto")
+    module = load(options.path)
+    device = pick_device("auto")
     if device.type != "cuda":
         print("no GPU: tiny shapes, and the times mean nothing")
     rows = Rows(options.json, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
+    timing = measure.Timing(device, options.steps, phases=0, ratio="ratio_to_nanogpt")
     for shape, block in itertools.product(options.shapes, BLOCKS):
         config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
-        for figures in measure_shape(module, config, options.steps, device):
+        for figures in measure_shape(module, config, timing):
             rows.add({"shape": shape, "block": block, "model_py_sha256": checksum(options.path)} | figures)
 
 

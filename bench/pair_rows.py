@@ -166,7 +166,7 @@ def covering_array(stack: str, rules: Rules) -> list[dict]:
         left -= pairs_of(choices[-1])
     choices = make_cheaper(choices, "compile", False, rules)
     choices = make_cheaper(choices, "layout", "one process", rules)
-    choices = make_cheaper(choices, "layout", "one process", rules)  # again: some are useless now
+    choices = make_cheaper(choices, "layout", "one process", rules)  # some are useless now
     for options in MORE_THAN_PAIRS:
         if not any(options.items() <= choice.items() for choice in choices):
             choices.append(rules.complete(options, values))

@@ -36,8 +36,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from bench import pair_refusals  # noqa: E402
-from bench.pair_rows import (  # noqa: E402
+from bench import pair_refusals
+from bench.pair_rows import (
     OPTIONS,
     OTHER_CARD,
     PARTS,
@@ -50,9 +50,9 @@ from bench.pair_rows import (  # noqa: E402
     rows_of,
     values_of,
 )
-from bench.pair_runs import Run, Worker, cost_of, divided, results_of  # noqa: E402
-from nanote import config  # noqa: E402
-from nanote.command import parse, run_command  # noqa: E402
+from bench.pair_runs import Run, Worker, cost_of, divided, results_of
+from nanote import config
+from nanote.command import parse, run_command
 
 JSON = ROOT / "results/pairs.json"
 PAGE = ROOT / "guide/pairs.md"

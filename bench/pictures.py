@@ -37,7 +37,7 @@ def make_figure(width, height, rows=1, columns=1, **options):
     return figure, figure.subplots(rows, columns, **options)
 
 
-def origin(rows) -> str:
+def origin_of_rows(rows) -> str:
     """Return where rows were measured."""
     origins = [f"{row['gpu']}, torch {row['torch']}, TE {row['te']}, {row['date']}" for row in rows]
     return "; ".join(dict.fromkeys(origins))  # each once
@@ -61,7 +61,8 @@ def draw_stack(rows, path):
     keys = {"plain PyTorch": "tab:gray", "with Transformer Engine": "tab:green"}
     handles = [Patch(color=color, label=label) for label, color in keys.items()]
     axes.legend(handles=handles, frameon=False, loc="upper left", title="+: added to the bar before")
-    axes.set_title(f"GPT-2 124M, 32 × 1,024 tokens a step; {origin(rows)}", fontsize=9, color="dimgray")
+    title = f"GPT-2 124M, 32 × 1,024 tokens a step; {origin_of_rows(rows)}"
+    axes.set_title(title, fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
 
@@ -143,7 +144,7 @@ def draw_crossover(rows, path):
     ticks = [norm.vmin, 0.75, 1, 1.25, 1.5, 1.75, norm.vmax]
     bar = figure.colorbar(image, ax=both, ticks=ticks, format="%.2f")
     bar.set_label("speed of FP8 ÷ speed of BF16", fontsize=12)
-    figure.suptitle(f"two layers, vocabulary 1,024; {origin(rows)}", fontsize=9, color="dimgray")
+    figure.suptitle(f"two layers, vocabulary 1,024; {origin_of_rows(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
 

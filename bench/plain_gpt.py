@@ -1,8 +1,8 @@
 """The baseline of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch.
 
 PlainGPT is the same network from the same OptimizedConfig, with nn.Linear, F.scaled_dot_product_attention,
-F.layer_norm or F.rms_norm, F.gelu or SwiGLU, and F.cross_entropy. Parameters are float32; PlainStep trains it
-under BF16 autocast with torch.compile and PyTorch's fused AdamW.
+F.layer_norm or F.rms_norm, F.gelu or SwiGLU, and F.cross_entropy. Parameters are float32; PlainTraining
+trains it under BF16 autocast with torch.compile and PyTorch's fused AdamW.
 """
 
 import math
@@ -21,7 +21,7 @@ def make_norm(width, config, rms):
 
 
 def rope(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + D/2]) of every head. x (B, H, T, D)."""
+    """Rotate the pairs (x[i], x[i + D/2]) of every head. x (B, H, S, D)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -29,7 +29,7 @@ def rope(x, cos, sin):
 def attention_by_hand(q, k, v):
     """Compute softmax(q kᵀ / √D) v under a causal mask, one kernel per operation.
 
-    q: (B, H, T, D); k, v: (B, H', T, D).
+    q: (B, H, S, D); k, v: (B, H', S, D).
     """
     group = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(group, dim=1)
@@ -40,7 +40,7 @@ def attention_by_hand(q, k, v):
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + MLP(x): (B, T, n_embd) -> (B, T, n_embd)."""
+    """x + attention(x), then x + MLP(x): (B, S, n_embd) -> (B, S, n_embd)."""
 
     def __init__(self, config, by_hand):
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, -1, config.head_dim).transpose(1, 2)
-        # each (B, heads, T, D)
+        # each (B, heads, S, D)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=1)
         if config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -83,9 +83,9 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
+    """`model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids and labels are (B, T) int64. by_hand: attention without SDPA. There is no dropout.
+    input_ids and labels are (B, S) int64. by_hand: attention without SDPA. There is no dropout.
     """
 
     def __init__(self, config, by_hand=False):
@@ -127,8 +127,8 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-class PlainStep:
-    """A training step of plain PyTorch: BF16 autocast, clipping, AdamW. Called as bench.step.Training."""
+class PlainTraining:
+    """The training of plain PyTorch: BF16 autocast, clipping, AdamW. Called as bench.step.Training."""
 
     is_graph = False
 
@@ -162,8 +162,8 @@ class PlainStep:
         return total, norm
 
 
-def make_plain(arm, model_config, config, device) -> PlainStep:
-    """Make the step of one of ARMS. model_config: an OptimizedConfig; config: a TrainConfig."""
+def make_plain(arm, model_config, config, device) -> PlainTraining:
+    """Make the training of one of ARMS. model_config: an OptimizedConfig; config: a TrainConfig."""
     torch.manual_seed(config.seed)
     with torch.device(device):
         model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
@@ -177,6 +177,6 @@ def make_plain(arm, model_config, config, device) -> PlainStep:
         net = torch.compile(model, dynamic=False)
     elif arm == "plain-graph":
         net = torch.compile(model, dynamic=False, mode="reduce-overhead")
-    step = PlainStep(model, net, optimizer, config, device)
-    step.is_graph = arm == "plain-graph"
-    return step
+    training = PlainTraining(model, net, optimizer, config, device)
+    training.is_graph = arm == "plain-graph"
+    return training

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from bench.measure import LR, Agreement, attempt, error_text, timed
+from bench.measure import LR, Agreement, Timing, attempt, error_text, timed
 from bench.report import Rows, markdown
 from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config
 from nanote import models, recipes
@@ -50,10 +50,9 @@ COMPILE_MODES = {  # row of the table -> options of train.py
 }
 
 
-def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
-    """Measure all arms of a shape, plain first, and add a row for each."""
+def measure_shape(labels, config, arms, timing, rows):
+    """Measure all arms of a shape, plain first, and add a row for each, with the fields `labels`."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
-    config = make_config(shape, device, block)
     agreement = Agreement()
     plain = None
     arms = list(arms)
@@ -61,11 +60,11 @@ def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
         arms.remove("plain")
         arms.insert(0, "plain")
     for arm in arms:
-        figures, step = attempt(arm, config, device, options.steps, plain, agreement, phases=phases)
+        figures, training = attempt(arm, config, timing, plain, agreement)
         if arm == "plain":
-            plain = step
-        del step  # or its memory would be taken while the next arm is measured
-        rows.add({"shape": name, "block": block} | figures)
+            plain = training
+        del training  # or its memory would be taken while the next arm is measured
+        rows.add(labels | figures)
 
 
 def numerics_failed(rows) -> int:
@@ -95,13 +94,15 @@ def run_shapes(options, device, argv) -> int:
     if options.preset:
         shapes = {options.preset: PRESETS[options.preset] | dict(preset=options.preset, grad_accum=1)}
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
+    timing = Timing(device, options.steps)
     for name, shape in shapes.items():
         blocks = default_blocks(name)
         if options.blocks and name not in PRESETS:
             blocks = options.blocks
         for block in blocks:
             arms = options.arms or default_arms(name, shape)
-            measure_shape(name, shape, block, arms, options, device, rows)
+            config = make_config(shape, device, block)
+            measure_shape({"shape": name, "block": block}, config, arms, timing, rows)
             free()
     return numerics_failed(rows)
 
@@ -125,16 +126,17 @@ def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
-    run = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
+    config = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
     name = "guide"
     if options.shape:
-        name = "x".join(str(getattr(run, field)) for field in shape)
+        name = "x".join(str(getattr(config, field)) for field in shape)
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
     arms = options.arms or default_table_arms()
-    measure_shape(name, shape, "gpt2", arms, options, device, rows, phases=options.steps)
+    timing = Timing(device, options.steps, phases=options.steps)
+    measure_shape({"shape": name, "block": "gpt2"}, config, arms, timing, rows)
     rows = [row for row in rows if row["shape"] == name]
-    print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
-          f" ms, and speed-up over BF16\n{formats_table(rows)}")
+    print(f"\n{config.n_layer} layers of width {config.n_embd}, {config.micro_batch_size} x {config.seq_len} "
+          f"tokens; ms, and speed-up over BF16\n{formats_table(rows)}")
     ms = {row["arm"]: row["ms"] for row in rows if "error" not in row}
     if device.type != "cuda" or recipes.IS_REFERENCE:
         print("FP8 is emulated here by te_reference: the times mean nothing")
@@ -183,14 +185,15 @@ def run_stack(options, device, argv):
     name = options.shapes[0] if options.shapes else "124m-b32"
     config = make_config(SHAPES[name], device)
     agreement = Agreement()
+    timing = Timing(device, options.steps)
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
-        figures, _ = attempt(arm, config, device, options.steps, agreement=agreement)
+        figures, _ = attempt(arm, config, timing, agreement=agreement)
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
 
 
-def measure_rows(measure, keys: dict, options, argv):
-    """Call measure(*values) -> figures for each combination of the values in `keys`.
+def measure_rows(measure_one, keys: dict, options, argv):
+    """Call measure_one(*values) -> figures for each combination of the values in `keys`.
 
     Skips those that options.json holds already, and marks those for which options.time_budget has no time.
     """
@@ -203,7 +206,7 @@ def measure_rows(measure, keys: dict, options, argv):
         if time.time() - start > options.time_budget:
             figures = {"error": "not run: time budget"}
         else:
-            figures = measure(*values)
+            figures = measure_one(*values)
         rows.add(row | figures)
 
 
@@ -215,11 +218,11 @@ def measure_width(width, tokens, device) -> dict:
         vocab_size=1024)
     config = make_config(shape, device)
     agreement = Agreement()
+    timing = Timing(device, SWEEP_STEPS, warmup=3, phases=0)
     row = {}
     for name, suffix in (("eager", "-eager"), ("graph", "")):
         for arm in (f"bf16{suffix}", f"fp8{suffix}"):
-            figures, _ = attempt(
-                arm, config, device, SWEEP_STEPS, agreement=agreement, warmup=3, phases=0)
+            figures, _ = attempt(arm, config, timing, agreement=agreement)
             row[f"{arm}_ms"] = figures.get("ms")
             if "error" in figures:
                 row["error"] = figures["error"]
@@ -243,10 +246,10 @@ def measure_compiled(name, config, device, agreement) -> dict:
     counters.clear()
     batches = make_batches(config, device)
     start = time.time()
-    step = Training(config, device, batches)
-    loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
+    training = Training(config, device, batches)
+    loss = agreement.verify(name, training, batches)["loss"]  # five steps, in which graphs are recorded
     seconds = time.time() - start
-    times = timed([lambda: step(batches, LR)] * 11, device)
+    times = timed([lambda: training(batches, LR)] * 11, device)
     ms = statistics.median(times[3:])
     compile_s = 0.0
     if config.compile:
@@ -266,7 +269,7 @@ def run_compile(options, device, argv):
     base = make_config(SHAPES["guide"], device)
     agreement = Agreement()
 
-    def measure(engine, recipe, mode, model):  # the engine is that of this process, and names the row only
+    def measure_mode(engine, recipe, mode, model):  # the engine, that of this process, only names the row
         changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
         free()  # also what a row that failed left behind
         try:
@@ -278,4 +281,4 @@ def run_compile(options, device, argv):
     supported = [recipe for recipe in COMPILE_RECIPES if not recipes.unsupported_reason(recipe)]
     keys = {"engine": (recipes.te.__name__,), "recipe": supported, "mode": COMPILE_MODES,
             "model": models.MODELS}
-    measure_rows(measure, keys, options, argv)
+    measure_rows(measure_mode, keys, options, argv)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # where the model file is; not needed in a copy
-from model_te_optimized import (  # noqa: E402
+from model_te_optimized import (
     DelayedScaling,
     Format,
     OptimizedConfig,

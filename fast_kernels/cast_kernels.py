@@ -10,6 +10,7 @@ import triton.language as tl
 
 # ---------------------------------------------------------------- device functions
 
+
 @triton.jit
 def _reciprocal(x):
     """Return 1/x in one instruction, with an error of at most one unit in the last place."""

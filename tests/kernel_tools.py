@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fast_kernels import casts as fast_casts  # noqa: E402
-from fast_kernels import interpreter  # noqa: E402
+from fast_kernels import casts as fast_casts
+from fast_kernels import interpreter
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -239,7 +239,6 @@ def test_a_step_without_a_label_changes_nothing(in_tmp_path, capsys, options):
         assert is_equal == (step in without), step
 
 
-
 def test_eval_only_prints_the_loss_and_writes_nothing(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
     before, logged = tree(), metrics("out/good")[-1]

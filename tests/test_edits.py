@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: E402, F401
-from nanote import checkpoint, recipes  # noqa: E402
-from trainer_tools import make_tokens as make_corpus  # noqa: E402
-from trainer_tools import run_script, run_train  # noqa: E402
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: F401
+from nanote import checkpoint, recipes
+from trainer_tools import make_tokens as make_corpus
+from trainer_tools import run_script, run_train
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

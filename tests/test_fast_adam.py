@@ -8,10 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fast_kernels import adam as fast_adam  # noqa: E402
-from fast_kernels.adam import FastAdam  # noqa: E402
-from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: E402, F401
-from nanote import ddp, parallel, peers, training_state  # noqa: E402
+from fast_kernels import adam as fast_adam
+from fast_kernels.adam import FastAdam
+from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: F401
+from nanote import ddp, parallel, peers, training_state
 
 LARGEST = fast_adam.LARGEST_BF16_BETA
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one

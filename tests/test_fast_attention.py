@@ -7,11 +7,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("triton")
-import model_te_optimized  # noqa: E402
-from fast_kernels import attention as fast_attention  # noqa: E402
-from fast_kernels.attention import packed_attention, packed_attention_reference  # noqa: E402
-from kernel_tools import DEVICE, _free_memory, capture, needs_memory  # noqa: E402, F401
-from model_te_optimized import OptimizedConfig  # noqa: E402
+import model_te_optimized
+from fast_kernels import attention as fast_attention
+from fast_kernels.attention import packed_attention, packed_attention_reference
+from kernel_tools import DEVICE, _free_memory, capture, needs_memory  # noqa: F401
+from model_te_optimized import OptimizedConfig
 
 EPS = 1e-5
 # of a batch of two rows with 11 tokens: one token, empty ones at the end

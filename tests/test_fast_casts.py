@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import te_reference
 
 pytest.importorskip("triton")
-from fast_kernels import casts as fast_casts  # noqa: E402
-from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, needs_memory, on_gpu  # noqa: E402, F401
+from fast_kernels import casts as fast_casts
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, needs_memory, on_gpu  # noqa: F401
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = 2**-8  # largest relative error of rounding to BF16

@@ -4,17 +4,17 @@ import functools
 
 import pytest
 import torch
-from test_compile import CHECKPOINTING, assert_equal, assert_first_pass, assert_trained_in_turns, make_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanote import models, recipes
+from test_compile import CHECKPOINTING, assert_equal, assert_first_pass, assert_trained_in_turns, make_batch
 from trainer_tools import MODERN, model_file
 
 pytest.importorskip("triton")
-from fast_kernels import modules  # noqa: E402
-from fast_kernels.attention import attention, packed_attention_reference  # noqa: E402
-from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, on_gpu  # noqa: E402, F401
-from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
+from fast_kernels import modules
+from fast_kernels.attention import attention, packed_attention_reference
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, on_gpu  # noqa: F401
+from model_te_fast import FastConfig, FastGPT2Model
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fast_kernels import embedding as fast_embedding  # noqa: E402
-from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
+from fast_kernels import embedding as fast_embedding
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: F401
 
 KINDS = ["any", "one token", "two in halves", "as in text", "each once"]
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-import train  # noqa: E402
-from fast_kernels import interpreter, modules  # noqa: E402
-from kernel_tools import HAS_GPU  # noqa: E402
-from nanote import recipes  # noqa: E402
-from trainer_tools import ROOT, losses, run_train  # noqa: E402
+import train
+from fast_kernels import interpreter, modules
+from kernel_tools import HAS_GPU
+from nanote import recipes
+from trainer_tools import ROOT, losses, run_train
 
 OPTIONS = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 16 --micro-batch-size 2 --max-steps 3 "
            "--warmup-steps 1 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 3 --eval-tokens 32 "

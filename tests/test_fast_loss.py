@@ -8,10 +8,10 @@ import torch.nn.functional as F
 import te_reference
 
 pytest.importorskip("triton")
-from fast_kernels import loss as fast_loss  # noqa: E402
-from fast_kernels.fp8 import Float8Tensor  # noqa: E402
-from fast_kernels.loss import cross_entropy, cross_entropy_reference  # noqa: E402
-from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
+from fast_kernels import loss as fast_loss
+from fast_kernels.fp8 import Float8Tensor
+from fast_kernels.loss import cross_entropy, cross_entropy_reference
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: F401
 
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
 OPTIONS = [{}, {"label_smoothing": 0.1}, {"softcap": 5.0}, {"label_smoothing": 0.2, "softcap": 30.0}]

@@ -24,13 +24,13 @@ from nanote import chunked_loss, ddp, recipes
 from nanote.fp8_state import FP8State
 
 pytest.importorskip("triton")
-import te_reference  # noqa: E402
-from fast_kernels import fused, modules  # noqa: E402
-from fast_kernels.fused import Branch, Stream  # noqa: E402
-from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: E402, F401
-from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
-from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from trainer_tools import MODERN, RESTORE, model_file  # noqa: E402
+import te_reference
+from fast_kernels import fused, modules
+from fast_kernels.fused import Branch, Stream
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: F401
+from model_te_fast import FastConfig, FastGPT2Model
+from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model
+from trainer_tools import MODERN, RESTORE, model_file
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

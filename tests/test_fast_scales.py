@@ -7,8 +7,8 @@ import torch
 import te_reference
 
 pytest.importorskip("triton")
-from fast_kernels import library, scales  # noqa: E402
-from kernel_tools import DEVICE  # noqa: E402
+from fast_kernels import library, scales
+from kernel_tools import DEVICE
 
 LENGTHS = [1, 2, 3, 16, 511, 512, 513, 1024, 1100]
 SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, 1e-40, 1e-45, 3e38, 1.2e-38])

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recipes import DEVICE, TE_FACTORIES, make, make_recipe, step
 
 from nanote import models, recipes
 from nanote.health import plot, watch
 from nanote.logs import read_metrics
+from test_recipes import DEVICE, TE_FACTORIES, make, make_recipe, step
 
 
 def look(model):

@@ -18,12 +18,13 @@ from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses
 
 CPU = torch.device("cpu")
+ONE_PROCESS = Ranks()
 
 
 @pytest.fixture(autouse=True)
 def start(in_tmp_path):
     """A function that starts a log in the folder run."""
-    def start(first_step=1, ranks=Ranks(), device=CPU, tokens_per_step=1000, **options):
+    def start(first_step=1, ranks=ONE_PROCESS, device=CPU, tokens_per_step=1000, **options):
         loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
                                  tokens_per_step=tokens_per_step, samples_before=lambda step: step - 1)
         config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options

@@ -78,7 +78,7 @@ def test_files_that_a_page_names_exist(page):
 # ---------------------------------------------------------------- commands and loops
 
 TEXT = "\n".join(page.read_text() for page in PAGES_OF_TODAY)
-BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S))
+BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S)).replace("\\\n", " ")  # a command a line
 INLINE = re.findall(r"`((?:python|torchrun) [^`\n]*\.py[^`\n]*)`", TEXT)
 COMMANDS = [line.split("#")[0].split("|")[-1].strip() for line in [*BLOCKS.splitlines(), *INLINE]]
 COMMANDS = list(dict.fromkeys(command for command in COMMANDS if "…" not in command))

@@ -44,6 +44,7 @@ class NanOnRank1(OptimizedGPT2Model):
         return loss * float("nan") if is_nan else loss
 """
 
+
 def test_two_processes_train_as_one(in_tmp_path, tokens):
     """Sharded or not, resumed on other ranks or in one process, and from a Hugging Face folder. A step that
     is not finite on one rank is skipped on both."""

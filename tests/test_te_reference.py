@@ -17,7 +17,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
 import te_reference as te
 from model_te_advanced import apply_rope, rope_tables
@@ -669,7 +668,7 @@ def test_a_missing_name_says_what_there_is(engine, name):
         getattr(engine, name)
     assert "\n" not in str(error.value)
     with pytest.raises(AttributeError, match="FusedSGD: not emulated.*FusedAdam"):
-        te.optimizers.FusedSGD
+        _ = te.optimizers.FusedSGD
 
 
 def test_pythons_tools_see_an_ordinary_module(engine):
