@@ -253,7 +253,6 @@ class _Recompute:
         _open.recompute = self.outer_recompute
         _open.regions = self.outer_regions
 
-
     def record(self, quantizations):
         """Keep the scales of a GEMM's input and weight."""
         self.recorded.append(torch.stack((quantizations.input.scale, quantizations.weight.scale)))
