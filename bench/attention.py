@@ -155,7 +155,9 @@ def time_passes(attend, sets):
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
         _, some = one_pass(attend, *sets[i % len(sets)])
         stamps.append(some)
-    forward, backward, both = [], [], []
+    forward = []
+    backward = []
+    both = []
     for start, middle, end in stamps:
         forward_ms, backward_ms = spans_ms([start, middle, end])
         forward.append(forward_ms)

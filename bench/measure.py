@@ -101,7 +101,8 @@ class Agreement:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
         config = training.config
         loss, norm = training(batches, 0.0)
-        loss, norm = loss.item(), norm.item()
+        loss = loss.item()
+        norm = norm.item()
         expected_loss = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
         if not abs(loss - expected_loss) < 0.3:  # NaN is refused, too
             raise RuntimeError(

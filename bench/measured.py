@@ -63,7 +63,8 @@ def origin_of_file(name):
     """Return where a file comes from: machine, versions, dates, commit and at most three of its commands."""
     content = read(name)
     rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
-    facts, commands = [], []
+    facts = []
+    commands = []
     for row in rows:
         facts.append(row.get("machine") or row.get("gpu"))
         if "torch" in row:

@@ -40,7 +40,8 @@ from nanote.engine import te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device
 
-VOCAB_SIZE, LR = 50304, 1e-4
+VOCAB_SIZE = 50304
+LR = 1e-4
 WARMUP = 5 if torch.cuda.is_available() else 1  # first scales, compilation
 
 

@@ -249,7 +249,8 @@ def summarize(part: str, own: dict, parts: dict) -> tuple[str, int]:
     """
     from bench.report import markdown
     rules = Rules()
-    rows, missing = [], []
+    rows = []
+    missing = []
     for stack in STACKS:
         if stack == "te_reference" and part != "cpu":
             continue  # the CPU's part trains it everywhere

@@ -78,7 +78,10 @@ def evaluations_of(runs, arm) -> list[list[dict]]:
 
 def draw_losses(axes, evaluations, unit, scale, label, color):
     """Draw an arm's mean loss over seeds against tokens or seconds, and its 95 % interval."""
-    x, means, lows, highs = [], [], [], []
+    x = []
+    means = []
+    lows = []
+    highs = []
     for records in evaluations:
         losses = [record["val_loss"] for record in records]
         low, high = interval_of(losses)
@@ -96,7 +99,8 @@ def draw_loss(result, path):
     from matplotlib.patches import Patch
 
     figure, (by_tokens, by_seconds) = make_figure(11, 4.6, 1, 2, sharey=True)
-    machines, seeds = set(), set()
+    machines = set()
+    seeds = set()
     for arm, (label, color) in LOSS_ARMS.items():
         evaluations = evaluations_of(result["runs"], arm)
         for records in evaluations:

@@ -137,11 +137,13 @@ def compare_block_scaling(rng, x, fp8, recipe, case):
     # TE transposes columnwise data and 1x128 scales, and pads the last dimension of the scales for its GEMM
     if is_columnwise:
         ours = ours.T
-        data, scale_inv = theirs._columnwise_data, theirs._columnwise_scale_inv
+        data = theirs._columnwise_data
+        scale_inv = theirs._columnwise_scale_inv
     else:
         if not is_square:
             scale = scale.T
-        data, scale_inv = theirs._rowwise_data, theirs._rowwise_scale_inv
+        data = theirs._rowwise_data
+        scale_inv = theirs._rowwise_scale_inv
     compare("bytes", ours.contiguous().view(torch.uint8), data.view(torch.uint8), case)
     compare("scales", scale.reciprocal(), scale_inv[: scale.shape[0], : scale.shape[1]], case)
 
@@ -156,7 +158,8 @@ def history_case(rng):
     n = rng.randint(1, 2000)
     state = ref._ScalingState(recipe, n, "cuda")
     state.scale.uniform_(0.1, 100)
-    history, scale = state.amax_history.clone(), state.scale.clone()
+    history = state.amax_history.clone()
+    scale = state.scale.clone()
     for _ in range(rng.randint(2, 20)):
         amax = torch.exp(rng.uniform(0, 10) * torch.randn(n, device="cuda"))
         for value in (0.0, math.inf, math.nan, 1e-38, 1e-44):

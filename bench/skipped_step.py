@@ -54,7 +54,8 @@ def traced(function, count: int) -> tuple[Counter, Counter]:
         for _ in range(count):
             function()
         torch.cuda.synchronize()
-    launches, time_us = Counter(), Counter()
+    launches = Counter()
+    time_us = Counter()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.name != "ProfilerStep*":
             launches[event.name] += 1 / count
@@ -66,7 +67,8 @@ def difference(with_state, without) -> tuple[float, float]:
     """Return (launches, µs) by which a trace exceeds another, over the kernels whose number differs."""
     launches, time_us = with_state
     other_launches, other_us = without
-    own_launches, own_us = 0.0, 0.0
+    own_launches = 0.0
+    own_us = 0.0
     for name in launches | other_launches:
         more = launches[name] - other_launches[name]
         if round(more, 3) != 0:

@@ -27,7 +27,8 @@ ROW_KEYS = ("shape", "block", "arm")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
-TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
+TABLE_MODELS = ("optimized", "fused", "custom")
+TABLE_FORMATS = ("bf16", "fp8-e4m3", "fp8")
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 STACK = {  # what is added to the bar before -> arm
@@ -232,9 +233,11 @@ def measure_width(width, tokens, device) -> dict:
 
 def run_sweep(options, device, argv):
     """Measure FP8 and BF16 at each width and number of tokens per step."""
-    widths, tokens = WIDTHS, TOKENS
+    widths = WIDTHS
+    tokens = TOKENS
     if device.type != "cuda":
-        widths, tokens = WIDTHS[:2], TOKENS[:2]
+        widths = WIDTHS[:2]
+        tokens = TOKENS[:2]
     measure_rows(partial(measure_width, device=device), {"width": widths, "tokens": tokens}, options, argv)
 
 

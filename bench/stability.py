@@ -69,9 +69,11 @@ def settings_of(options):
         raise ValueError(f"--steps {options.steps}: must be 20 or more")
     require_at_least(1, options, "histories", "jobs")
     require_at_least(0, options, "margins")
-    formats, margins = options.formats, options.margins
+    formats = options.formats
+    margins = options.margins
     if options.quick:
-        formats, margins = options.formats[:1], (0,)
+        formats = options.formats[:1]
+        margins = (0,)
     rows = []
     for size in options.sizes:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) or int(size.split("x")[1]) % 64:
@@ -179,7 +181,9 @@ def disturbed(model, disturbance):
     def zeros(module, args, output):
         return output * 0
 
-    hooks, largest, spikes = [], [], []
+    hooks = []
+    largest = []
+    spikes = []
     if disturbance.startswith("outlier"):
         hooks = [module.register_forward_pre_hook(outlier) for module in projections]
     elif disturbance == "zeros":
