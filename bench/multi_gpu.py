@@ -75,8 +75,8 @@ def check(options) -> None:
         nanogpt.load(options.nanogpt)
 
 
-def make_step(layout, config, options, device, batches):
-    """Make the step of a layout for all ranks, or within `alone()` for this one."""
+def make_training(layout, config, options, device, batches):
+    """Make the training of a layout for all ranks, or within `alone()` for this one."""
     if layout != "nanogpt":
         return step.Training(config, device, batches)
     # Load it for each step: torch.compile splits the graph for DDP, has no guard on DDP, and would run the
@@ -91,24 +91,24 @@ def over_ranks(value) -> list:
     return values
 
 
-def peak_gib(made, device, occupied) -> float | None:
+def peak_gib(training, device, occupied) -> float | None:
     """Return the peak of this GPU's memory without `occupied` bytes, with what it shares, which PyTorch's
     allocator does not count."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated() - occupied
-    sharded_adam = getattr(made.optimizer, "sharded_adam", None)
+    sharded_adam = getattr(training.optimizer, "sharded_adam", None)
     if sharded_adam is not None:
         peak += sharded_adam.received.nbytes + sharded_adam.weights.nbytes
     return peak / 2**30
 
 
-def warm(made, batches, device) -> list[float]:
+def warm(training, batches, device) -> list[float]:
     """Run steps that change nothing; return loss and gradient norm of the first."""
-    loss, norm = made(batches, 0.0)
+    loss, norm = training(batches, 0.0)
     first = [loss.item(), norm.item()]
     for _ in range(measure.WARMUP if device.type == "cuda" else 1):
-        made(batches, 0.0)
+        training(batches, 0.0)
     return first
 
 
@@ -117,11 +117,11 @@ def measure_row(layout, config, options, device) -> dict:
     step.free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # by the shape before
     batches = step.make_batches(config, device)
-    together = make_step(layout, config, options, device, batches)
+    together = make_training(layout, config, options, device, batches)
     loss, norm = warm(together, batches, device)
     peak = peak_gib(together, device, occupied)
     with alone():
-        single = make_step(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
+        single = make_training(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
         expected = warm(single, batches, device)
     check_agreement((loss, norm), expected, config)
     functions = {"one": alone()(lambda: single(batches, measure.LR)),
