@@ -38,8 +38,6 @@ from nanote.own_model import check_first_pass, is_file
 from nanote.schedule import learning_rate, report_long_warmup
 from nanote.tokens import Loader, check_tokenizer
 
-VALUES_PER_THREAD = 2**19  # of an activation on a CPU, for which another thread pays
-
 
 def main(config: TrainConfig) -> None:
     """Build the parts of a run, and train. Mistakes are found before anything is written."""
@@ -74,7 +72,7 @@ def main(config: TrainConfig) -> None:
     gradients = make_gradients(model, config.grad_accum)  # in flat buffers, which ranks reduce
     shard_optimizer(optimizer, gradients)  # ZeRO-1, for --parallel ddp on one machine
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
-    load_weights(config, model, optimizer, loader, source, first_step, resumed_meta)
+    load_state(config, model, optimizer, loader, source, first_step, resumed_meta)
 
     # the run's folder, and training
     config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
@@ -93,9 +91,9 @@ def main(config: TrainConfig) -> None:
 class StepFunctions:
     """A training step: forward_backward for each of its micro-batches, and then update. See make_step."""
 
-    forward_backward: Callable  # replayed as CUDA graphs where that is possible, and so is update
-    update: Callable
-    eager_forward_backward: Callable  # the same two, with every kernel launched from Python
+    forward_backward: Callable  # replayed as CUDA graphs where that is possible
+    update: Callable  # likewise
+    eager_forward_backward: Callable  # the same, launched from Python: hooks run, and each pass can be timed
     eager_update: Callable
     fp8_state: FP8State
 
@@ -103,7 +101,8 @@ class StepFunctions:
 def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
     """Return the functions of a training step on this device."""
     # Under delayed scaling a forward pass ends with new scales of inputs and weights, and a backward pass
-    # with those of gradients. This remembers the scales and amax histories from before the step.
+    # with those of gradients. forward_backward saves scales and amax histories from before the step, and
+    # update restores them if the step is skipped.
     fp8_state = FP8State(model)
     # Weights change once a step, so with accumulation only its first micro-batch quantizes them to FP8. Not
     # under torch.compile, which would compile the model again for each value of the flag.
@@ -120,11 +119,12 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         # The first micro-batch overwrites the gradients of the last step, so that nothing zeroes them; after
         # the last micro-batch ranks reduce their sums.
         with gradients.accumulate(first, last):
-            # Gradients are summed over micro-batches and ranks, so each loss is divided by their number:
-            # grad_accum * ranks, or, where micro-batches have fewer labels or more, a number for each.
+            # Gradients are summed over micro-batches and ranks. The divisor makes the sum that of the step's
+            # mean loss: labels of the step / labels of this micro-batch, so grad_accum * ranks if no label is
+            # masked.
             loss = model(*batch.inputs, **options) / batch.divisor
-            # 1, or NaN for a loss that is not finite: 0 * inf is NaN. Then every gradient is NaN, and through
-            # the reduction every rank sees a norm that is NaN and skips the step.
+            # A loss that is not finite can have finite gradients. Here they become NaN, since 0 * inf is NaN,
+            # and through the reduction every rank sees a norm that is NaN and skips the step.
             grad_output = 1 + 0 * loss.detach()
             loss.backward(grad_output)
         return loss.detach()
@@ -140,29 +140,28 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         optimizer.step(gradient_scale, skip=is_skipped)  # clips: multiplies the gradients by the scale
         return norm
 
-    functions = StepFunctions(
-        forward_backward=forward_backward, update=update,
-        eager_forward_backward=forward_backward, eager_update=update, fp8_state=fp8_state)
+    step_forward_backward, step_update = forward_backward, update
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):  # without these lines everything still trains
         from nanote.graphs import CudaGraph
 
-        def kept_tensors():  # a graph has only addresses of what it reads and writes
+        def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
             return [*recipes.kept_state(model), *fp8_state.kept_tensors()]
 
         # One graph for each pair (first, last). The first two calls of a pair run from Python, then it is
         # captured. Gradients, moments and learning rate are tensors, whose new values a replay reads.
-        functions.forward_backward = CudaGraph(forward_backward, kept_tensors)
-        if optimizer.capturable:
-            functions.update = CudaGraph(update, kept_tensors)
-    return functions
+        step_forward_backward = CudaGraph(forward_backward, kept_tensors)
+        if optimizer.capturable:  # Muon is not: its update runs from Python
+            step_update = CudaGraph(update, kept_tensors)
+    return StepFunctions(
+        forward_backward=step_forward_backward, update=step_update,
+        eager_forward_backward=forward_backward, eager_update=update, fp8_state=fp8_state)
 
 
 def run_micro_batches(forward_backward: Callable, batches: list) -> torch.Tensor:
     """Run the forward and backward passes of a step. Return this rank's share of its loss, ()."""
     loss = 0  # a tensor after the first addition, which stays on the device
     for i, batch in enumerate(batches):
-        is_last = i == len(batches) - 1
-        loss += forward_backward(batch, first=i == 0, last=is_last)
+        loss += forward_backward(batch, first=(i == 0), last=(i == len(batches) - 1))
     return loss
 
 
@@ -182,20 +181,16 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
     with closing(stop), closing(log), profiler:
         for step in range(first_step, config.max_steps + 1):
             optimizer.set_lr(learning_rate(step, config))
-            has_labels = loader.has_labels(step)  # on any rank, so all ranks agree; else all are prompts
-            batches = loader.batches(step) if has_labels else []
-
             with profiler.step(step):
-                if not has_labels:
+                if not loader.has_labels(step):  # on any rank: all tokens of the step are prompts
                     log.add_without_labels(step)
+                elif is_due(step, config.fp8_health_interval):
+                    with log.measure_fp8_health(step, model):  # by hooks, which do not run in a replay
+                        loss = run_micro_batches(functions.eager_forward_backward, loader.batches(step))
+                    log.add(step, loss, norm=functions.update())
                 else:
-                    if is_due(step, config.fp8_health_interval):
-                        with log.measure_fp8_health(step, model):  # its hooks do not run in a replay
-                            loss = run_micro_batches(functions.eager_forward_backward, batches)
-                    else:
-                        loss = run_micro_batches(functions.forward_backward, batches)
-                    norm = functions.update()
-                    log.add(step, loss, norm)
+                    loss = run_micro_batches(functions.forward_backward, loader.batches(step))
+                    log.add(step, loss, norm=functions.update())
 
             is_last = step == config.max_steps
             is_stopped = stop.agreed()  # by all ranks
@@ -240,6 +235,9 @@ def prepare_device(config, ranks) -> torch.device:
     return device
 
 
+MIN_VALUES_PER_THREAD = 2**19  # of an activation on a CPU: with fewer, another thread costs time
+
+
 def prepare_cpu(activation_size: int) -> None:
     """Raise ValueError unless the engine runs here, and use fewer threads if an activation has few values."""
     if recipes.is_interpreted():
@@ -248,7 +246,7 @@ def prepare_cpu(activation_size: int) -> None:
     elif not recipes.IS_REFERENCE:
         raise ValueError(f"--device cpu: {recipes.te.__name__} needs a GPU; set NANOTE_ENGINE=reference")
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
-        useful_threads = min(torch.get_num_threads(), activation_size // VALUES_PER_THREAD)
+        useful_threads = min(torch.get_num_threads(), activation_size // MIN_VALUES_PER_THREAD)
         torch.set_num_threads(max(1, useful_threads))
 
 
@@ -295,8 +293,8 @@ def compile_model(config, model, loader) -> None:
     check_first_pass(model, loader.batches(1)[0].inputs)
 
 
-def load_weights(config, model, optimizer, loader, source, first_step: int, resumed_meta) -> None:
-    """Load the checkpoint `source` or the weights of --init-from, and find the first FP8 scales if needed."""
+def load_state(config, model, optimizer, loader, source, first_step: int, resumed_meta) -> None:
+    """Load the checkpoint `source`, or start from --init-from; then find the first FP8 scales if none fit."""
     scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
         loader.continue_from(source, resumed_meta)  # a step may have another number of samples now
