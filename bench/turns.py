@@ -1,0 +1,163 @@
+"""Time the training steps of two checkouts of this kit in turns, on one GPU or on two.
+
+    python bench/turns.py OLD NEW --json results/turns.json --cases fp8:124m-b32 loops ddp:124m-b32
+
+A case is ARM:SHAPE of benchmark_te.py, LAYOUT:SHAPE on two GPUs (ddp or fsdp), or loops (those of README, as
+bench/minimal.py makes them). Each checkout has a process a GPU, whose working directory and first import
+folder are the checkout. It makes the step and warms up; then the two take turns in an order that alternates.
+A turn's figure is its median step. Printed are the medians over the turns, and the median of the ratios of
+speed, the second checkout over the first, with its range over the turns.
+"""
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.report import write_report
+
+TURNS = 5
+STEPS = 30  # in each turn
+
+WORKER = r"""
+import dataclasses, json, sys, types
+import torch
+answers, sys.stdout = sys.stdout, sys.stderr
+case, steps = sys.argv[1], int(sys.argv[2])
+from bench.measure import timed
+from nanote import parallel
+parallel.start()
+device = torch.device("cuda", parallel.rank())
+torch.cuda.set_device(device)
+
+def functions_of(case):
+    if case == "loops":
+        from bench import minimal
+        torch.manual_seed(0)
+        options = minimal.Options()
+        loops = {"readme": minimal.readme_loop, "example": minimal.example_loop, "fast": minimal.fast_loop}
+        made = {name: make(options, device) for name, make in loops.items()}
+        return made | {"fast_eager": minimal.fast_loop(options, device, graphed=False)}
+    from bench import step as parts
+    arm, shape = case.split(":")
+    layout = arm if arm in ("ddp", "fsdp") else "ddp"
+    config = parts.make_config(parts.SHAPES[shape], device)
+    config = parts.arm_config("fp8" if arm == layout else arm, config)
+    config = dataclasses.replace(config, parallel=layout)
+    batches = parts.make_batches(config, device)
+    make = getattr(parts, "Training", None) or parts.Step
+    step = make(config, device, batches)
+    return {case: lambda: step(batches, 1e-5)[0]}
+
+functions = functions_of(case)
+losses = {}
+for name, function in functions.items():
+    for _ in range(10):
+        loss = function()
+    losses[name] = loss.item()
+print(json.dumps(losses), file=answers, flush=True)
+for line in sys.stdin:
+    times = {name: timed([function] * steps, device)[1:] for name, function in functions.items()}
+    print(json.dumps(times), file=answers, flush=True)
+"""
+
+
+class Side:
+    """The processes of one checkout: one, or one for each of two GPUs."""
+
+    def __init__(self, tree: Path, case: str):
+        self.tree, self.workers = tree, []
+        count = 2 if case.startswith(("ddp:", "fsdp:")) else 1
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for rank in range(count):
+            environment = dict(os.environ)
+            environment["PYTHONPATH"] = f"{tree.resolve()}:{environment.get('PYTHONPATH', '')}"
+            if count > 1:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                                "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            command = [sys.executable, "-c", WORKER, case, str(STEPS)]
+            pipes = dict(text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.workers.append(subprocess.Popen(command, cwd=tree, env=environment, **pipes))
+
+    def answers(self) -> list[dict]:
+        """Return what each process prints next."""
+        lines = [worker.stdout.readline() for worker in self.workers]
+        if not all(lines):
+            raise OSError(f"{self.tree}: a process ended; its message is above")
+        return [json.loads(line) for line in lines]
+
+    def turn(self) -> dict:
+        """Run a turn -> {function: ms of its median step, on the slowest GPU}."""
+        for worker in self.workers:
+            worker.stdin.write("turn\n")
+            worker.stdin.flush()
+        answers = self.answers()
+        return {name: max(statistics.median(answer[name]) for answer in answers) for name in answers[0]}
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.wait()
+
+
+def compare(case: str, trees: list[Path]) -> list[dict]:
+    """Run both checkouts in turns -> a row for each function of the case."""
+    sides = [Side(tree, case) for tree in trees]
+    found = [[], []]
+    try:
+        losses = [side.answers()[0] for side in sides]  # both are warm before the first turn
+        for turn in range(TURNS):
+            order = (0, 1) if turn % 2 == 0 else (1, 0)
+            for number in order:
+                found[number].append(sides[number].turn())
+    finally:
+        for side in sides:
+            side.end()
+    rows = []
+    for name in losses[0]:
+        ms = [[turn[name] for turn in turns] for turns in found]
+        ratios = [first / second for first, second in zip(*ms)]
+        rows.append({
+            "case": case, "function": name, "ms": ms,
+            "median_ms": [statistics.median(values) for values in ms],
+            "ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)],
+            "loss": [side[name] for side in losses]})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trees", nargs=2, type=Path, metavar="CHECKOUT")
+    parser.add_argument("--cases", nargs="+", required=True)
+    parser.add_argument("--commits", nargs=2, help="of the two checkouts, for the JSON")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    rows = []
+    for case in options.cases:
+        try:
+            rows += compare(case, options.trees)
+        except OSError as error:
+            rows.append({"case": case, "error": str(error)})
+        write_report("bench/turns.py", None, {"commits": options.commits, "rows": rows}, options.json)
+    for row in rows:
+        if "error" in row:
+            print(row["case"], row["error"])
+            continue
+        first, second = row["median_ms"]
+        low, high = row["ratio_range"]
+        print(f"{row['case']:16} {row['function']:16} {first:8.3f} -> {second:8.3f} ms, "
+              f"speed {row['ratio']:.4f} [{low:.4f}, {high:.4f}]  "
+              f"loss {row['loss'][0]:.4f} {row['loss'][1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()
