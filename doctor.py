@@ -104,7 +104,9 @@ def query_gpus(fields):
     if not shutil.which(command[0]):
         return [], ""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode or "No devices were found" in done.stdout:
+    if "No devices were found" in done.stdout:
+        return [], ""
+    if done.returncode:
         return [], done.stdout
     return done.stdout.splitlines(), ""
 
@@ -128,7 +130,7 @@ def check_python():
 
 def check_driver():
     gpus, error = query_gpus("driver_version,name")
-    if error and "No devices were found" not in error:
+    if error:
         yield failed_result("NVIDIA driver", error, "reinstall NVIDIA's driver and reboot")
     elif gpus:
         driver, name = gpus[0].split(", ", 1)

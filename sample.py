@@ -97,11 +97,12 @@ def score(model, tokenizer, path, pack_documents=False):
     limit = model.config.n_positions
     device = next(model.parameters()).device
     total = 0.0
-    if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time, from now on
+    if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time; the model stays so
         chunked_loss.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
     for start in range(0, len(tokens) - 1, limit):
         ids = torch.tensor([tokens[start:start + limit + 1]], device=device)
-        inputs, labels = ids[:, :-1], ids[:, 1:]
+        inputs = ids[:, :-1]
+        labels = ids[:, 1:]
         packing = {}
         if pack_documents:
             end = torch.tensor([inputs.numel()], device=device)
@@ -125,7 +126,7 @@ def read_tokens(path, tokenizer):
             tokens += [*before, *tokenizer.encode(document)]
             size += len(document.encode())
     if tokenizer.bos is not None:
-        tokens = tokens[1:]  # no document ends before the first one
+        tokens = tokens[1:]  # without the first end-of-text: no document ends there
     return tokens, size
 
 

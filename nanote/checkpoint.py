@@ -52,7 +52,8 @@ def latest(run_dir) -> Path | None:
 
 
 def last_good(run_dir, last_step: int, skipped=()) -> Path | None:
-    """Return the newest checkpoint whose following step is done, up to `last_step`, and was not `skipped`."""
+    """Return the newest checkpoint from which training went on well: the step after it was not `skipped`, and
+    is at most `last_step`, the last step that is done."""
     for folder in reversed(list_checkpoints(run_dir)):
         next_step = step_of(folder) + 1
         if next_step <= last_step and next_step not in skipped:
@@ -100,7 +101,7 @@ def take_lock(file, run_dir) -> None:
 # ---------------------------------------------------------------- writing
 
 class Checkpoints:
-    """Save checkpoints in a thread, on every rank. Kept are the last `keep`, and an older `last_good`."""
+    """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older."""
 
     def __init__(self, run_dir, keep: int):
         self.run_dir = Path(run_dir)
@@ -137,6 +138,7 @@ class Checkpoints:
             self.writing.result()
 
     def close(self) -> None:
+        """Do as `wait`: for contextlib.closing, when another error may be on its way."""
         self.wait()
 
     def finish(self) -> None:
@@ -146,7 +148,8 @@ class Checkpoints:
             raise error
 
     def pop_error(self) -> OSError | None:
-        """Return why a checkpoint was not written, each error once, if no later one was. Does not wait."""
+        """Return the error of a checkpoint that was not written, each error once. None if there is none, or
+        if a later checkpoint was written. Does not wait."""
         return self.failures.pop(0) if self.failures else None
 
     def _write(self, tensors: dict, offsets: dict, meta: dict) -> None:
@@ -193,7 +196,8 @@ def options_of_groups(optimizer) -> list[dict]:
 
 
 def write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
-    """Write this rank's file in DCP's format, whose own writer copies all tensors twice and holds the GIL."""
+    """Write this rank's file in the format of PyTorch's distributed checkpoints (DCP). DCP's own writer would
+    copy all tensors twice and hold the GIL."""
     path = folder / f"shard-{parallel.rank() + 1:05}-model-00001-of-00001.safetensors"
     sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}

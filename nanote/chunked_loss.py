@@ -27,8 +27,8 @@ def chunk_loss(model, chunks) -> None:
 def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=None, *others):
     """Return output(model, x, labels, …): logits, or the loss, computed in chunks.
 
-    others: size and tied_gradient of model_te_fast. A loss needs no size, and without tied_gradient autograd
-    adds the two gradients of a tied weight.
+    others: shape and tied_gradient of model_te_fast. A loss needs no shape, and without tied_gradient
+    autograd adds the two gradients of a tied weight.
     """
     if labels is None:
         return output(model, x, labels, is_first_microbatch, *others)

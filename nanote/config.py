@@ -137,7 +137,8 @@ class TrainConfig:
         """Raise ValueError for options that do not go together, or not with this engine."""
         options = vars(self) | {"NANOTE_ENGINE": engine}
         if refusal := find_refusal(options):
-            first, others = refusal.first_as_typed(options), refusal.others_as_typed(options)
+            first = refusal.first_as_typed(options)
+            others = refusal.others_as_typed(options)
             raise ValueError(f"{first}: does not go with {others}: {refusal.reason}; leave one of them out")
 
     def check_graphable(self, has_fp8_gpu: bool) -> None:

@@ -92,7 +92,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     """Yield the texts in `columns` of each row. `path`: the folder of a dataset saved by save_to_disk, or
     what datasets.load_dataset takes, as are the other arguments."""
     is_format = path in (*BUILDERS.values(), "text")  # without files `datasets` would read the working folder
-    if is_format and not data_files or os.path.isfile(path):
+    if (is_format and not data_files) or os.path.isfile(path):
         raise ValueError(f"{path}: not a dataset; name files with --data-files, or use data.py text")
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises

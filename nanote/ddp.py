@@ -17,14 +17,15 @@ import torch.distributed as dist
 from nanote import parallel
 from nanote.recipes import round_up
 
-ALIGNMENT = 128  # elements: each gradient, and each rank's shard, starts at a multiple of 256 bytes
-# NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; one would begin too late.
+ALIGNMENT = 128  # elements: in BF16, each gradient and each rank's shard starts at a multiple of 256 bytes
+# NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; a single one for all
+# gradients could begin only after the backward pass.
 BUCKET_BYTES = 128 * 2**20
 
 
 def distribute(model, kind: str, grad_accum: int):
-    """Give all ranks the weights of rank 0, and shard them unless `kind` is "ddp"; return the model.
-    grad_accum, micro-batches a step, decides in which dtype shards' gradients are summed."""
+    """Broadcast the weights of rank 0, and shard them if `kind` is "fsdp" or "hsdp". Return the model.
+    grad_accum: micro-batches a step; decides in which dtype the gradients of shards are summed."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
@@ -34,7 +35,7 @@ def distribute(model, kind: str, grad_accum: int):
 
 
 def make_gradients(model, grad_accum: int):
-    """Return the gradients of a run: in float32 if a step adds several."""
+    """Return the gradients of a run: in float32 if a step adds those of several micro-batches or ranks."""
     if parallel.mesh_of(model) is not None:
         return parallel.ShardedGradients(model)
     adds_several = grad_accum * parallel.world_size() > 1
@@ -62,11 +63,12 @@ class Bucket:
     buffer: torch.Tensor | None = None  # (size,)
     size: int = 0
     offsets: dict = field(default_factory=dict)  # {parameter: its first element}
-    missing: set = field(default_factory=set)  # parameters without a gradient in this backward pass
+    awaited: set = field(default_factory=set)  # parameters whose gradient is yet to come
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
 
     def shard_size(self, world_size: int) -> int:
-        """Return the elements that each rank of a sharded optimizer updates; the last has fewer."""
+        """Return how many elements each rank of a sharded optimizer updates; the last ones may have fewer.
+        Three ranks update 384, 384 and 232 of 1000."""
         return round_up(math.ceil(self.size / world_size), ALIGNMENT)
 
     def shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -155,7 +157,7 @@ class Gradients:
         try:
             yield
             for bucket in self.buckets:
-                if bucket.missing:  # no gradient reached these parameters
+                if bucket.awaited:  # no gradient reached these parameters
                     self._complete(bucket)
         finally:
             self.current = None
@@ -173,7 +175,7 @@ class Gradients:
         if self.current.first:
             self.used.clear()
         for bucket in self.buckets:
-            bucket.missing = set(bucket.offsets)
+            bucket.awaited = set(bucket.offsets)
             bucket.collected = []
         for parameter in self.parameters:
             parameter.grad = None  # drops what another backward pass has left
@@ -205,7 +207,7 @@ class Gradients:
         if self.current is None:  # a backward pass outside `accumulate`
             return
         bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
+        if parameter not in bucket.awaited:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
                              "to torch.utils.checkpoint.checkpoint")
         gradient = parameter.grad
@@ -216,16 +218,16 @@ class Gradients:
             main_grad.copy_(gradient)
         parameter.grad = None
         parameter.grad_added_to_main_grad = False
-        bucket.missing.remove(parameter)
+        bucket.awaited.remove(parameter)
         self.used.add(parameter)
-        if not bucket.missing:
+        if not bucket.awaited:
             self._complete(bucket)
 
     @torch.no_grad()
     def _complete(self, bucket):
         """Copy or add what autograd has given to the bucket, and reduce the buckets that are ready."""
         if self.current.first:
-            for parameter in bucket.missing:
+            for parameter in bucket.awaited:
                 parameter.main_grad.zero_()
         if bucket.collected:
             views = [view for view, _ in bucket.collected]
@@ -236,7 +238,7 @@ class Gradients:
                 copies = [torch.empty_like(view) for view in views]
                 torch._foreach_copy_(copies, gradients)
                 torch._foreach_add_(views, copies)
-        bucket.missing = set()
+        bucket.awaited = set()
         bucket.collected = []
         if self.current.reduces:
             self._reduce_in_order()
@@ -245,7 +247,7 @@ class Gradients:
     def _reduce_in_order(self):
         """Reduce the buckets that are complete, in the order that all ranks keep."""
         for bucket in self.buckets[self.current.reduced_buckets:]:
-            if bucket.missing:
+            if bucket.awaited:
                 return
             self.current.reduced_buckets += 1
             if self.stream is not None:

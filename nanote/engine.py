@@ -2,7 +2,7 @@
 
 model_te_optimized.py decides which, because it also stands alone. Everything else imports the engine here.
 `te` is its module, `te_recipe` the module of TE's recipe classes, and ENGINE its name: te, fast or reference.
-The two functions write and read the FP8 state of a model. ENGINES has the names of all engines.
+save_fp8_state and load_fp8_state write and read the FP8 state of a model. ENGINES has all engines' names.
 """
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +20,7 @@ class Engine:
 
     package: str  # of its modules
     name: str  # in log lines
-    machine: str  # after the device in meta.json and in results/
+    machine: str  # in meta.json and results/, where it follows the name of the device
 
 
 ENGINES = {  # by NANOTE_ENGINE

@@ -31,8 +31,9 @@ class FP8State:
     Both methods of a step are a few kernels on fixed memory, without a host synchronization: CUDA graphs can
     capture them. A graph needs `kept_tensors` while it lives. Without delayed scaling they do nothing.
 
-    The tensors of the state are many and small, so each method copies all of them at once: before the step
-    `tensors` to `saved`; after it `tensors` to `new`, and `new`, or what is in `saved`, back to `tensors`.
+    The tensors of the state are many and small, so each method copies all of them at once. `save` copies the
+    modules' values to `before`. `restore` copies them to `after`, replaces these by `before` if the step is
+    skipped, and copies `after` back to the modules.
     """
 
     def __init__(self, model):
@@ -40,10 +41,10 @@ class FP8State:
         self.modules = [(name, part) for name, part in model.named_modules() if hasattr(part, "fp8_meta")]
         self.sources = []  # recipes and states of the modules, from which the tensors were taken
         self.tensors = []  # all scales, then all histories, as the modules have them now
-        self.flat = []  # the same memory, one-dimensional
-        self.saved = None  # the values of all tensors before the step, one after the other
-        self.new = None  # their values after the step, or again those before it
-        self.new_views = []  # of `new`, one for each tensor
+        self.flat_tensors = []  # the same memory, one-dimensional
+        self.before = None  # the values of all tensors before the step, in one tensor
+        self.after = None  # their values after the step; those of `before` if it is skipped
+        self.views_of_after = []  # one for each tensor
         self.fallen = None  # FallenScales
 
     @torch.no_grad()
@@ -51,7 +52,7 @@ class FP8State:
         """Remember the FP8 state before a step."""
         self._refresh()
         if self.tensors:
-            torch.cat(self.flat, out=self.saved)
+            torch.cat(self.flat_tensors, out=self.before)
 
     @torch.no_grad()
     def restore(self, when: torch.Tensor) -> None:
@@ -60,16 +61,16 @@ class FP8State:
         self._refresh()  # the first step creates the state
         if not self.tensors:
             return
-        torch.cat(self.flat, out=self.new)
-        torch.where(when, self.saved, self.new, out=self.new)
-        torch._foreach_copy_(self.flat, self.new_views)
+        torch.cat(self.flat_tensors, out=self.after)
+        torch.where(when, self.before, self.after, out=self.after)
+        torch._foreach_copy_(self.flat_tensors, self.views_of_after)
         self.fallen.update()
 
     def kept_tensors(self) -> list:
         """Return the tensors that a captured CUDA graph of both methods uses."""
         if not self.tensors:
             return []
-        return [*self.tensors, self.saved, self.new, self.fallen.steps, self.fallen.fell_at]
+        return [*self.tensors, self.before, self.after, self.fallen.steps, self.fallen.fell_at]
 
     def outliers(self) -> list[tuple[str, int, int]]:
         """Return the scales that fell by more than OUTLIER_FACTOR within a step since the last call, earliest
@@ -127,29 +128,29 @@ class FP8State:
         if are_identical(sources, self.sources):
             return
         self.sources = sources
-        saved_before = self._saved_values()
+        saved_values = self._saved_values()
         states = [state for *_, state in self._states()]
         scales = [state.scale for state in states]
         histories = [state.amax_history for state in states]
         self.tensors = scales + histories
-        self.flat = [tensor.view(-1) for tensor in self.tensors]
+        self.flat_tensors = [tensor.view(-1) for tensor in self.tensors]
         if not self.tensors:
             return
         # a tensor that was created within the step has no value from before it: take its initial one
         initial = [torch.ones_like(scale).view(-1) for scale in scales]
         initial += [torch.zeros_like(history).view(-1) for history in histories]
-        saved = [saved_before.get(id(tensor), value) for tensor, value in zip(self.tensors, initial)]
-        self.saved = torch.cat(saved)
-        self.new = torch.empty_like(self.saved)
-        self.new_views = self.new.split([flat.numel() for flat in self.flat])
+        before = [saved_values.get(id(tensor), value) for tensor, value in zip(self.tensors, initial)]
+        self.before = torch.cat(before)
+        self.after = torch.empty_like(self.before)
+        self.views_of_after = self.after.split([flat.numel() for flat in self.flat_tensors])
         count = sum(scale.numel() for scale in scales)
-        self.fallen = FallenScales(self.saved[:count], self.new[:count])
+        self.fallen = FallenScales(self.before[:count], self.after[:count])
 
     def _saved_values(self) -> dict[int, torch.Tensor]:
         """Return {id of a tensor: its values before the step}."""
         if not self.tensors:
             return {}
-        values = self.saved.split([tensor.numel() for tensor in self.tensors])
+        values = self.before.split([tensor.numel() for tensor in self.tensors])
         return {id(tensor): value for tensor, value in zip(self.tensors, values)}
 
 

@@ -80,7 +80,7 @@ def pick(logits, temperature, top_k, top_p, generator):
         raise ValueError("the logits are not finite: the model's weights diverged; use an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
-    # Subtracting first keeps the highest logit at 0 for any temperature; 1e-30 since float32 ends at 1e-45.
+    # Subtracting first keeps the highest logit at 0 for any temperature; 1e-30 is not yet 0 in float32.
     relative = (logits - highest) / max(temperature, 1e-30)
     probabilities, order = torch.softmax(relative, dim=-1).sort(descending=True)
     if top_k is not None:

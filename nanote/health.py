@@ -56,7 +56,8 @@ def as_numbers(statistics: dict) -> dict:
 
 def runs_in_fp8(module) -> bool:
     """Return whether the last forward pass of a module was in FP8."""
-    return bool(getattr(module, "fp8_meta", {}).get("fp8_checkpoint"))
+    meta = getattr(module, "fp8_meta", {})
+    return bool(meta.get("fp8_checkpoint"))  # TE's name for it; no checkpoint is meant
 
 
 def _weights_of_gemms(module) -> dict:
@@ -114,7 +115,8 @@ def _delayed(module, tensor: str) -> dict:
         state = module.fp8_meta["scaling_fwd"]
         index = 3 * gemm + (1 if tensor.endswith("weight") else 0)
     history = state.amax_history[:, index]
-    amax = torch.where(history[0] != 0, history[0], history[-1])  # after an update of scales, in the last row
+    # the newest amax is in row 0, and in the last row after an update of the scales, which clears row 0
+    amax = torch.where(history[0] != 0, history[0], history[-1])
     return {"amax": amax, "scale": state.scale[index].clone(), "saturated": None, "flushed": None}
 
 

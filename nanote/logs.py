@@ -191,9 +191,10 @@ class Log:
         self.bar.update()
 
     def read(self) -> None:
-        """Wait for the device, and note the steps whose loss or gradient norm is not finite, which were
-        skipped. Collective. Raises Diverged after too many of them."""
-        reason = ""
+        """Read the losses and gradient norms of the pending steps, which waits for the device, and note the
+        steps where one is not finite, which were skipped. Collective. Raises Diverged after too many of
+        them."""
+        reason = ""  # of the last skipped step
         for step, loss, norm in self._pending_values():
             if math.isfinite(loss) and math.isfinite(norm):
                 self.last_finite = loss, norm
@@ -203,7 +204,8 @@ class Log:
             if len(self.skipped) > MAX_SKIPPED:
                 raise self._diverged(reason)
             self.say(f"{reason}: skipped ({len(self.skipped)} of {MAX_SKIPPED})")
-        if reason and self.step == self.config.max_steps and self.last_finite is None:
+        is_over = self.step == self.config.max_steps
+        if is_over and reason and self.last_finite is None:  # the run had no finite step at all
             raise self._diverged(reason)
         self.pending.clear()
         self.stopwatch.stop()  # until `restart_clock`
@@ -212,7 +214,7 @@ class Log:
         """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
         if not self.pending:
             return []
-        # the sum over ranks: of a norm, which all ranks have, each gives its share
+        # Both are summed over ranks. A loss is this rank's share already; a norm is the same on every rank.
         shares = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
         values = parallel.sum_over_ranks(shares).tolist()
         return [(step, loss, norm) for (step, _, _), (loss, norm) in zip(self.pending, values)]

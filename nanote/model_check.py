@@ -320,9 +320,8 @@ class Sums:
         return gaps
 
     def floors_of_modules(self):
-        """Return for each parameter the sum that its gradient had if its elements were as large as those of
-        its module on average. The gradient of a key's bias is zero but for rounding, since softmax does not
-        depend on it."""
+        """Return {parameter: the squared norm that its gradient would have at its module's mean square}. The
+        gradient of a key's bias needs it, which is zero but for rounding: softmax does not depend on it."""
         sums = {}
         sizes = {}
         for name, expected in self.expected.items():
@@ -383,8 +382,8 @@ def name_the_cause(edited, unedited, gradients_off, expected, file):
 
 
 def expected_gaps(edited: dict, unedited: dict):
-    """Return for each name of an edited model the largest gap of this module or parameter over the blocks of
-    the unedited one; for a new one, the largest of all."""
+    """Return {name in the edited model: the gap that is expected there}: the largest that this module or
+    parameter has in any block of the unedited model, or the largest of all if the unedited model lacks it."""
     largest = {}
     for name, gap in unedited.items():
         kind = without_numbers(name)
@@ -394,7 +393,7 @@ def expected_gaps(edited: dict, unedited: dict):
 
 def names_off(gaps: dict, expected: dict):
     """Return the names whose gap is more than FACTOR times what is expected, or NaN."""
-    return [name for name, gap in gaps.items() if not gap <= FACTOR * expected[name]]
+    return [name for name, gap in gaps.items() if not gap <= FACTOR * expected[name]]  # true for NaN, too
 
 
 def failed_result(name, what, gap, expected, file):

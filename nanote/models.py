@@ -28,7 +28,7 @@ MODEL_OPTIONS = """
     n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta use_qk_norm
     bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
-# Options that FastConfig lacks, too, but whose values REFUSED_WITH_FAST_MODEL refuses with a better reason.
+# FastConfig lacks these options, too; REFUSED_WITH_FAST_MODEL refuses their values with a better reason.
 REFUSED_ELSEWHERE = {"attn_dropout", "attention"}
 INSTEAD = {  # what the kit's files that lack an option have
     "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
@@ -60,7 +60,7 @@ def make_model(config, device, dtype, recipe, saved=None):
 
 
 def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
-    """Return the config of model `name` for a TrainConfig. Check and print what of it the model lacks."""
+    """Return the config of model `name` for a TrainConfig. Refuse or print options that the model lacks."""
     options = dataclasses.asdict(config) | {"use_fp8": use_fp8}
     if is_file(name):
         load_file(name)

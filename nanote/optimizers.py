@@ -25,7 +25,8 @@ class Optimizer:
         self.fast_adam = fast_adam
         self.sharded_adam = None  # a nanote.peers.ShardedAdam, where each rank updates a part
         self.not_sharded_reason = ""  # why each rank of --parallel ddp updates all parameters
-        self.capturable = fast_adam is not None  # by a CUDA graph
+        self.capturable = fast_adam is not None  # a CUDA graph can capture `step`
+        self.lr = None  # of the last `set_lr`
 
     @property
     def param_groups(self) -> list[dict]:
@@ -87,7 +88,9 @@ class Optimizer:
 
 def clipping_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor, (), that limits gradients of this norm, (), to max_norm; 0: no limit."""
-    return ((max_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm == 0:  # the factor is 1 then, but NaN for a norm that is not finite
+        max_norm = math.inf
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def make_optimizer(model, config) -> Optimizer:

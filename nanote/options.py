@@ -21,7 +21,7 @@ from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag
 TYPES = get_type_hints(TrainConfig)
 OPTION_TYPES = {field.name: TYPES[field.name] for field in fields(TrainConfig)}
 BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
-ASKS_NOTHING = (None, False, "auto", "default", "off")  # values that need no other option; 0 is False
+OFF_VALUES = (None, False, "auto", "default", "off")  # values that ask for nothing; 0 equals False
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
@@ -142,7 +142,7 @@ def print_without_effect(config: TrainConfig) -> None:
         without_effect = []
         for name in row.options:
             value = getattr(config, name)
-            if name in config.typed and value not in ASKS_NOTHING:
+            if name in config.typed and value not in OFF_VALUES:
                 without_effect.append(as_typed(name, value))
         if without_effect and row.applies(config):
             other = as_typed(row.other, getattr(config, row.other))
@@ -272,8 +272,12 @@ def read_set(value, source) -> tuple[tuple[str, ...], ...]:
         for field, field_value in value.items():
             texts.append(f"{field}={json.dumps(field_value)}")
     else:
-        for some in value if isinstance(value, list) else [value]:
-            texts += some if isinstance(some, list) else [some]
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, list):
+                texts += item
+            else:
+                texts.append(item)
     if not all(isinstance(text, str) and "=" in text for text in texts):
         raise ValueError(f"{source}: set {json.dumps(value)}: must be fields with values, such as "
                          "set: {window: 32}")

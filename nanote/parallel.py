@@ -240,7 +240,8 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_first(value, group=None):
-    """Return the value of the first rank where it is neither None nor empty; else `value`. Collective."""
+    """Return the value of the first rank that has one, neither None nor empty; `value` if none has.
+    Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     for found in values:
@@ -253,14 +254,19 @@ def on_rank0(function, group=None):
     """Call `function` on rank 0 only. Every rank returns its result, or raises its error."""
     if not dist.is_initialized():
         return function()
-    result = [on_each_rank(function if rank() == 0 else lambda: None, group)]
-    dist.broadcast_object_list(result, src=0, group=group)
-    return result[0]
+
+    def call_on_rank0():
+        return function() if rank() == 0 else None
+
+    results = [on_each_rank(call_on_rank0, group)]
+    dist.broadcast_object_list(results, src=0, group=group)
+    return results[0]
 
 
 def on_each_rank(function, group=None):
-    """Call `function` on every rank and return its result. If it raises on some, all raise: their own error,
-    or the first one; a RuntimeError with the rank where it is neither ValueError nor OSError."""
+    """Call `function` on every rank and return its result. If it raises on one, all ranks raise: a rank with
+    an error its own, the others that of the first such rank. A RuntimeError that names the rank replaces any
+    error but ValueError and OSError."""
     if not dist.is_initialized():
         return function()
     result = None
@@ -299,7 +305,8 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Return whether any rank received a signal. Collective: all ranks stop after the same step."""
-        return sum_over_ranks(torch.tensor(float(self.is_received))).item() > 0  # by gloo: on the host
+        is_received = torch.tensor(float(self.is_received))  # on the host, so gloo sums it, not NCCL
+        return sum_over_ranks(is_received).item() > 0
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

@@ -63,7 +63,8 @@ def resolve_format(name, fp8_format="auto"):
 def make(config):
     """Return TE's recipe object for config.fp8_recipe, or None for "none".
 
-    - delayed: scale = FP8_MAX / amax / 2**margin, the amax over a history of steps; current: of the tensor.
+    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
+    - current: scale = FP8_MAX / amax, with the amax of the tensor that is quantized.
     - block: a scale per 1x128 activations or 128x128 weights; mxfp8: a power of two per 32 values.
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; 12.x: see guide/install.md; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
@@ -78,7 +79,7 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if config.compile:  # config.check knows an engine only if NANOTE_ENGINE names it
+    if config.compile:  # TE does not compile delayed scaling; config.check may not have known the engine
         config.check_together(ENGINE)
     if is_custom:
         return make_custom(name)
@@ -148,11 +149,18 @@ def find_first_scales(model, batches, divisor):
     """Find the first scales of delayed scaling: four forward and backward passes without an update.
 
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
-    to the next one. So the passes find the scales of lm_head; of proj and fc2, which receive the gradient of
-    the residual; of qkv and fc1 behind them; of the residual with the gradients of all branches.
+    to the next one. So each pass gets further back in the model than the one before. It finds the scales of
+
+    1. lm_head,
+    2. proj and fc2, which receive the gradient of the residual,
+    3. qkv and fc1 behind them,
+    4. all of them again, now that every branch adds its gradient to the residual.
+
+    `batches`: lists of the model's inputs, of which only the first is used. divisor: of its loss.
     """
+    inputs = batches[0]
     for _ in range(4):
-        loss = model(*batches[0]) / divisor
+        loss = model(*inputs) / divisor
         loss.backward()
         model.zero_grad(set_to_none=True)
 

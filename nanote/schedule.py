@@ -7,13 +7,13 @@ def learning_rate(step: int, config) -> float:
 
     Both decays end at a tenth of the peak; wsd begins its own in the last fifth of the steps.
     """
-    height = 1.0
+    decay = 1.0  # falls to 0
     if config.lr_schedule == "cosine" and step > config.warmup_steps:
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
-        height = 0.5 * (1 + math.cos(math.pi * progress))
+        decay = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.lr_schedule == "wsd":
-        height = min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
-    rate = config.lr * (0.1 + 0.9 * height)
+        decay = min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
+    rate = config.lr * (0.1 + 0.9 * decay)
     warmup_rate = config.lr * step / max(1, config.warmup_steps)
     return min(rate, warmup_rate)
 

@@ -8,6 +8,7 @@ per token, 1 where the token is a label, so in an answer or at its end.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -283,8 +284,8 @@ class MicroBatch(NamedTuple):
     # (max_documents + 1,): the start of each document or part of one in input_ids.flatten(), padded with its
     # length.
     inputs: tuple[torch.Tensor, ...]
-    # (), float32: the sum of loss / divisor over a step's micro-batches, those of all ranks, is the mean loss
-    # over the step's labels. A micro-batch with fewer labels has a larger divisor, one with none infinity.
+    # (), float32: the loss of the micro-batch is divided by it. Summed over a step's micro-batches and all
+    # ranks, loss / divisor is the mean loss over the step's labels. The fewer labels, the larger; inf: none.
     divisor: torch.Tensor
 
 
@@ -325,7 +326,8 @@ class Loader:
         self.start_token = self.meta.get("bos", self.meta["eot"])  # of a document
         self.max_documents = 0  # in a micro-batch
         if config.pack_documents:
-            self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.start_token, seq_len)
+            in_a_window = most_documents(self.tokens, self.start_token, seq_len)
+            self.max_documents = self.micro_batch_size * in_a_window
         # without a mask every micro-batch has as many labels
         self.equal_divisor = torch.tensor(float(self.grad_accum * ranks.count), device=self.device)
         # caches of this loader, which a decorator would share between loaders
@@ -410,23 +412,23 @@ class Loader:
         """Yield (the model's inputs, number of labels that count) for `tokens` tokens of the split. They are
         whole windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do
         not count are -100. Every rank gets its part of the windows and the same number of batches."""
-        num_windows = (len(self.tokens) - 2) // self.seq_len + 1  # of the split; the last may be incomplete
-        num_chosen = min((tokens - 1) // self.seq_len + 1, num_windows)
-        num_batches = (num_chosen - 1) // (self.micro_batch_size * self.ranks.count) + 1
-        last_start = len(self.tokens) - 1 - self.seq_len
+        num_labels = len(self.tokens) - 1
+        num_windows = math.ceil(num_labels / self.seq_len)  # of the split; the last may be incomplete
+        num_chosen = min(math.ceil(tokens / self.seq_len), num_windows)
+        num_batches = math.ceil(num_chosen / (self.micro_batch_size * self.ranks.count))
+        last_start = num_labels - self.seq_len  # of a complete window
         for index in range(num_batches):
             first = (index * self.ranks.count + self.ranks.rank) * self.micro_batch_size
-            chosen = np.arange(first, first + self.micro_batch_size)  # one of the chosen windows for each row
+            chosen = np.arange(first, first + self.micro_batch_size)  # number of each row's chosen window
+            has_window = chosen < num_chosen  # no windows may be left for the last rows of the last batch
             windows = np.minimum(chosen, num_chosen - 1) * num_windows // num_chosen
             starts = windows * self.seq_len
             # An incomplete window is moved back to end with the split: its first labels are another window's.
             moved_starts = np.minimum(starts, last_start)
+            first_labels = np.where(has_window, starts - moved_starts, self.seq_len)  # the first that counts
             input_ids, labels, *packing = self._tensors_of(moved_starts)
-            for row in range(self.micro_batch_size):
-                if chosen[row] < num_chosen:
-                    labels[row, :starts[row] - moved_starts[row]] = -100
-                else:  # a row for which no window is left
-                    labels[row] = -100
+            for row, first_label in enumerate(first_labels):
+                labels[row, :first_label] = -100
             inputs = tuple(tensor.to(self.device, non_blocking=True)
                            for tensor in (input_ids, labels, *packing))
             yield inputs, int((labels != -100).sum())
@@ -464,8 +466,8 @@ class Loader:
     def _epoch(self, epoch):
         """Return (starting offset in tokens, order of the windows), from raw bits that numpy guarantees."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
-        room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
-        offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
+        num_offsets = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
+        offset = int(bits[0] % np.uint64(num_offsets)) if self.split == "train" else 0
         return offset, np.argsort(bits[1:], kind="stable")
 
     def _tensors_of(self, starts):
@@ -504,7 +506,7 @@ def document_starts(input_ids, start_token):
     return is_start.flatten().nonzero().flatten()
 
 
-def max_documents(tokens, start_token, seq_len):
+def most_documents(tokens, start_token, seq_len):
     """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk_size = 1 << 20
     starts = []

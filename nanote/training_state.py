@@ -25,7 +25,8 @@ NUMBER = ":number"  # ends the name of a number in an optimizer's state, which i
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     """Return {name: tensor} of parameters and buffers, without the FP8 state; tied ones once."""
-    weights, seen = {}, set()
+    weights = {}
+    seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or is_fp8_state(name):
             continue
@@ -94,8 +95,8 @@ def parts_to_write(model, optimizer) -> Iterator[StoredPart]:
 def named_tensors(model, optimizer):
     """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state.
 
-    If `parameter` is a DTensor, `tensor` is this rank's shard of it or of a state with the same shards;
-    otherwise all ranks have the whole tensor.
+    `parameter` is a DTensor if `tensor` is only this rank's shard, of the parameter or of a state that is
+    sharded like it. Otherwise all ranks have the whole tensor.
     """
     weights = weights_of(model)
     for name, weight in weights.items():
@@ -112,8 +113,8 @@ def named_tensors(model, optimizer):
                 key += NUMBER
                 value = torch.from_numpy(np.array(value))
             if isinstance(value, torch.Tensor):
-                is_step_count = value.shape != local_parameter.shape  # it is not sharded
-                parameter = None if is_step_count else weights[name]
+                is_like_parameter = value.shape == local_parameter.shape  # else a step count, never sharded
+                parameter = weights[name] if is_like_parameter else None
                 yield f"optimizer.{name}.{key}", value.detach(), parameter
     for name, value in recipes.get_state(model).items():
         yield f"fp8.{name}", value, None
