@@ -66,7 +66,7 @@ class CudaGraph:
             if self.calls[key] <= EAGER_CALLS:
                 return self._run(arguments, options)
             self.captured[key] = self._capture(arguments, options)
-        graph, inputs, output, _ = self.captured[key]
+        graph, inputs, output, _kept = self.captured[key]
         for static, tensor in zip(inputs, tensors):
             static.copy_(tensor, non_blocking=True)
         graph.replay()

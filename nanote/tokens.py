@@ -230,8 +230,8 @@ def encoded(documents, encoder, val_fraction, pool):
         return piece, tokens
 
     pieces = pieces_of(documents, val_fraction)
-    while some := list(islice(pieces, 4 * os.cpu_count())):
-        yield from pool.map(encode, some)
+    while next_pieces := list(islice(pieces, 4 * os.cpu_count())):
+        yield from pool.map(encode, next_pieces)
 
 
 def pieces_of(documents, val_fraction):

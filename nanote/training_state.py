@@ -171,7 +171,8 @@ def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_gro
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: dict, weight) -> None:
-    """Restore the state of one parameter. `weight`: the parameter as it is stored."""
+    """Restore the state of one parameter from `stored`, {name in its state: tensor}, which is changed.
+    `weight`: the parameter as it is stored."""
     state = optimizer.state[parameter]
     if stored and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
         optimizer.initialize_state(parameter, False)  # else it allocates in its first step
