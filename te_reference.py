@@ -401,7 +401,8 @@ class _ScalingState:
             _fp8.states[forward].append(weakref.ref(self))
         if not self.has_run:
             self.key = key
-        self.has_run |= runs
+        if runs:
+            self.has_run = True
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
@@ -922,7 +923,8 @@ class _Module(nn.Module):
 
     def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
         """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
-        `dtype`. `gemm` counts the module's linear layers. `measured`: x as TE computes its amax, unrounded.
+        `dtype`. `gemm` counts the module's linear layers. `measured`: the tensor whose amax TE
+        records, which is x before rounding; None: x.
         """
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
@@ -1112,7 +1114,7 @@ class LayerNormLinear(_Module):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
-            bias = self.bias
+            bias = self.bias  # read once: _SplitQKV concatenates it
             y = self._last_gemm(0, x, self.weight, bias, dtype, is_first_microbatch)
         return self._outputs(y, bias, normed, dtype)
 
@@ -1253,7 +1255,7 @@ def _keys_in_reach(queries, keys, window, bottom_right, device):
 
 
 def _padding(attention_mask, cu_seqlens, batch, length):
-    """Return which positions of a padded batch are no tokens, (B, S) bool."""
+    """Return which positions of a padded batch are padding, (B, S) bool."""
     if attention_mask is None:
         if cu_seqlens is None or len(cu_seqlens) != batch + 1:
             raise ValueError(f"attn_mask_type 'padding': give attention_mask, ({batch}, 1, 1, {length}) bool "
