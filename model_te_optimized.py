@@ -109,8 +109,7 @@ class FP8Model(nn.Module):
                              f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
 
     def drop_local_functions(self):
-        """Remove what does not pickle: local functions of TE, which are initializers, masks and hooks after
-        load_state_dict."""
+        """Remove TE's local functions, which do not pickle: initializers, masks, hooks of load_state_dict."""
         for module in self.modules():
             vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
@@ -302,8 +301,8 @@ class Attention(nn.Module):
         """Compute softmax(q·kᵀ / √D)·v with a causal mask.
 
         q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
-        bool, the other kernels cu_seqlens. Returns the values of (B, S, n_head, D); some kernels merge
-        dimensions, so reshape them.
+        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D); some kernels merge
+        dimensions, so the caller reshapes it.
         """
         if self.runs_sdpa(q.dtype):
             return self.sdpa(q, k, v, mask, is_causal=mask is None)
@@ -312,8 +311,7 @@ class Attention(nn.Module):
         return flash_attention(q, k, v, cu_seqlens)
 
     def attend_to_cache(self, q, k, v):
-        """Compute attention for generation: k and v may be longer than q, which has the
-        last positions."""
+        """Compute attention for generation: q has the last positions of k and v, which may be longer."""
         queries = q.shape[1]
         keys = k.shape[1]
         mask = None
@@ -558,8 +556,7 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 
 def set_fp8_state(module, recipe, direction, scale, amax_history):
-    """Set the scales (n,) and the amax history (length, n) of a TE module, whose own may be
-    longer or shorter."""
+    """Set a TE module's scales (n,) and amax history from one of (length, n); its own length may differ."""
     gemms = 2 if hasattr(module, "fc2_weight") else 1
     module.fp8_meta.update(recipe=recipe, num_gemms=gemms)
     module.init_fp8_meta_tensors(recipe)
