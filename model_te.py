@@ -4,8 +4,7 @@ Copy two files, this one and `model_te_optimized.py`, and an engine, which that 
 `model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 1 of five: what FP8 asks of a model, with a block that is one line.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
-of two shows only what differs.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
 
 - A block is one TE module: both norms, QKV, attention (TE chooses the backend), output projection, MLP,
   dropout and both residual additions. `model_te_fused.py` spells it out; start from there to change it.

@@ -4,8 +4,7 @@ Copy two files, this one and `model_te_optimized.py`, and an engine, which that 
 `model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
-of two shows only what differs.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
 
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
@@ -111,7 +110,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        q_size = config.n_head * config.head_dim
+        kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
             config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:

@@ -4,8 +4,7 @@ Copy two files, this one and `model_te_optimized.py`, and an engine, which that 
 `model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 2 of five: every layer in sight, and where FP8 casts cost an extra pass over memory.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
-of two shows only what differs.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
 
 - `te.Linear` and `te.LayerNorm` replace `nn.Linear` and `nn.LayerNorm`, and `te.autocast` around the blocks
   turns FP8 on. Start from this file if your model's layers differ from TE's: replace the linear layers.

@@ -1,8 +1,8 @@
 """GPT in FP8 for a Hopper GPU: `model_te_optimized.py`, fused across modules. It needs torch and Triton.
 
 Copy this file and the folder `fast_kernels`. The network, the parameter names and the state dict are those of
-`model_te_optimized.py`, without dropout of attention, other attention kernels and the KV cache: generate with
-that file. Their diff shows what is fused:
+`model_te_optimized.py`. There is no dropout of attention, no choice of its kernel and no KV cache: generate
+with `model_te_optimized.py`. The diff of the two files shows what is fused:
 
 - Blocks pass a `Stream` on: the residual, and the branch and bias still to be added to it. The kernel
   of the next norm adds them, normalizes the sum and writes it in FP8.
@@ -12,8 +12,10 @@ that file. Their diff shows what is fused:
 - The gradient of the logits is written in FP8. With tied embeddings, the backward pass of the embedding adds
   to lm_head's weight gradient in place.
 
-To edit it: `branch.value()` is a GEMM's output plus its bias, a plain tensor, and `fused.Branch(x)` makes a
-branch of a changed one; `stream.value()` is the residual plus the branch, and `Stream(x)` makes a stream.
+To edit it, take plain tensors and put changed ones back:
+
+- `branch.value()` is a GEMM's output plus its bias; `fused.Branch(x)` makes a branch.
+- `stream.value()` is the residual plus the branch; `Stream(x)` makes a stream.
 
 References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.
 """
@@ -77,7 +79,7 @@ class FP8Model(nn.Module):
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
-def residual_init(config):  # of the projections onto the residual
+def residual_init(config):  # as in GPT-2: smaller for the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
 
@@ -86,7 +88,7 @@ def round_up(n, multiple):
 
 
 def check_multiples(config, **multiples):
-    """Raise ValueError for a field of the config that is no multiple of its number."""
+    """Raise ValueError unless each field of the config is a multiple of its number."""
     for field, multiple in multiples.items():
         value = getattr(config, field)
         if value % multiple == 0:
@@ -94,14 +96,14 @@ def check_multiples(config, **multiples):
         works = round_up(value, multiple)
         if field == "vocab_size":
             works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
-        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]  # the small configs have no use_rotary
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
+        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
         raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
                          f"({values}); {works} works")
 
 
 def check_choices(config, **choices):
-    """Raise ValueError for a field of the config that is none of its values."""
+    """Raise ValueError unless each field of the config has one of its values."""
     for field, values in choices.items():
         value = getattr(config, field)
         if value not in values:
@@ -147,7 +149,7 @@ class FastConfig:
         gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
         width_multiple = gemm_multiple
         if self.head_dim is None:
-            width_multiple = math.lcm(gemm_multiple, self.n_head)
+            width_multiple = math.lcm(gemm_multiple, self.n_head)  # n_embd must divide into heads, too
             self.head_dim = self.n_embd // self.n_head
         # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
         head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
@@ -174,12 +176,13 @@ def rope_tables(positions, head_dim, theta):
 
 
 class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> fused.Output."""
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> (stream, branch)."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        q_size = config.n_head * config.head_dim
+        kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
             config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:
@@ -203,7 +206,7 @@ class Attention(nn.Module):
 
 
 class MLP(te.LayerNormMLP):
-    """Norm, linear, activation, linear: Stream -> fused.Output."""
+    """Norm, linear, activation, linear: Stream -> (stream, branch)."""
 
     def forward(self, stream, is_first_microbatch=None):
         stream, hidden = fused.norm_fc1(stream, self, is_first_microbatch)
@@ -261,7 +264,7 @@ class FastGPT2Model(FP8Model):
 
         Args:
             cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
-                repeated as needed.
+                once or more: CUDA graphs need a fixed length.
             is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
                 False for the others, which reuse its FP8 weights.
         """
@@ -287,9 +290,9 @@ class FastGPT2Model(FP8Model):
         recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
             if config.use_fp8 and self.quantizes_weights_first:
-                if is_first_microbatch is not False:
+                if is_first_microbatch is not False:  # None: without accumulation each pass is a first one
                     self.quantize_weights()
-                is_first_microbatch = False  # the modules use the weights quantized before
+                is_first_microbatch = False  # tells the modules that their weights are quantized
             for layer, block in enumerate(self.blocks):
                 with self.allow_fp8(config.in_fp8(layer)):
                     if recomputes:
@@ -308,7 +311,7 @@ class FastGPT2Model(FP8Model):
 
     def output(self, stream, labels=None, is_first_microbatch=None, shape=None, tied_gradient=None):
         """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or the loss if labels are
-        given."""
+        given. Logits need `shape`, that of input_ids."""
         with self.allow_fp8(self.config.fp8_lm_head):
             _, logits = fused.norm_linear(stream, self.lm_head, tied_gradient, is_first_microbatch)
         if labels is None:

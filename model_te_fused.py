@@ -4,8 +4,7 @@ Copy two files, this one and `model_te_optimized.py`, and an engine, which that 
 `model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
 
 Lesson 3 of five: the same network from modules that fuse a norm with its GEMM.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized. The diff
-of two shows only what differs.
+The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
 
 - `te.LayerNormLinear` is a norm and a linear layer; `te.LayerNormMLP` is a norm, two linear layers and the
   activation between them. With delayed scaling their norm and activation write FP8 directly.

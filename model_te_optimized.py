@@ -109,7 +109,7 @@ class FP8Model(nn.Module):
                              f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
 
     def drop_local_functions(self):
-        """Remove what does not pickle: TE's initializers, hooks and masks are local functions."""
+        """Remove TE's local functions, which do not pickle: initializers, masks, hooks of load_state_dict."""
         for module in self.modules():
             vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
@@ -130,7 +130,7 @@ def fp8_forward(forward):
                 return run_uncompiled(forward, model, *args, **options)
             return forward(model, *args, **options)
         if torch.is_inference_mode_enabled():
-            # The pass may create FP8 state, which training could not change if it were inference tensors
+            # The pass may create FP8 state, which must be normal tensors: training changes it later
             with torch.inference_mode(False), torch.no_grad():
                 return forward(model, *args, **options)
         return forward(model, *args, **options)
@@ -149,7 +149,7 @@ def run_uncompiled(forward, *args, **options):
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
-def residual_init(config):  # of the projections onto the residual
+def residual_init(config):  # as in GPT-2: smaller for the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
 
@@ -158,7 +158,7 @@ def round_up(n, multiple):
 
 
 def check_multiples(config, **multiples):
-    """Raise ValueError for a field of the config that is no multiple of its number."""
+    """Raise ValueError unless each field of the config is a multiple of its number."""
     for field, multiple in multiples.items():
         value = getattr(config, field)
         if value % multiple == 0:
@@ -173,7 +173,7 @@ def check_multiples(config, **multiples):
 
 
 def check_choices(config, **choices):
-    """Raise ValueError for a field of the config that is none of its values."""
+    """Raise ValueError unless each field of the config has one of its values."""
     for field, values in choices.items():
         value = getattr(config, field)
         if value not in values:
@@ -224,7 +224,7 @@ class OptimizedConfig:
         gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
         width_multiple = gemm_multiple
         if self.head_dim is None:
-            width_multiple = math.lcm(gemm_multiple, self.n_head)
+            width_multiple = math.lcm(gemm_multiple, self.n_head)  # n_embd must divide into heads, too
             self.head_dim = self.n_embd // self.n_head
         # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
         head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
@@ -265,7 +265,8 @@ class Attention(nn.Module):
         self.config = config
         self.layer = layer
         self.kernel = attention_kernel(config)
-        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        q_size = config.n_head * config.head_dim
+        kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
             config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:
@@ -297,10 +298,11 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, cu_seqlens=None, mask=None):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. Returns q's elements, in the kernel's shape.
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask.
 
         q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
-        bool, the other kernels cu_seqlens.
+        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D); some kernels merge
+        dimensions, so the caller reshapes it.
         """
         if self.runs_sdpa(q.dtype):
             return self.sdpa(q, k, v, mask, is_causal=mask is None)
@@ -309,12 +311,13 @@ class Attention(nn.Module):
         return flash_attention(q, k, v, cu_seqlens)
 
     def attend_to_cache(self, q, k, v):
-        """Compute attention for generation: q is at the last positions of k and v, which may be more."""
-        queries, keys = q.shape[1], k.shape[1]
+        """Compute attention for generation: q has the last positions of k and v, which may be longer."""
+        queries = q.shape[1]
+        keys = k.shape[1]
         mask = None
         if 1 < queries < keys:  # one query sees all keys
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-        return self.sdpa(q, k, v, mask, is_causal=queries == keys)
+        return self.sdpa(q, k, v, mask, is_causal=(queries == keys))
 
     def runs_sdpa(self, dtype):
         """Return whether attention of tensors of this dtype runs on SDPA: FlashAttention has no float32."""
@@ -380,7 +383,7 @@ class OptimizedGPT2Model(FP8Model):
 
         Args:
             cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
-                repeated as needed.
+                once or more: CUDA graphs need a fixed length.
             is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
                 False for the others, which reuse its FP8 weights.
             kv_cache: of `make_kv_cache`; input_ids are then the tokens that follow it.
@@ -427,7 +430,8 @@ class OptimizedGPT2Model(FP8Model):
 
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
-        config, weight = self.config, self.wte.weight
+        config = self.config
+        weight = self.wte.weight
         shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
         with torch.inference_mode(False):  # as `forward` runs, which writes to it
             kv = torch.empty(shape, device=weight.device, dtype=weight.dtype)
@@ -451,9 +455,13 @@ def attention_kernel(config):
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
     if is_version2:
-        oldest, narrowest, widest = 8, 8, 256  # major version of the GPU; head_dim
-    else:  # version 4, whose gradients for heads of 16 are wrong (4.0.0b36)
-        oldest, narrowest, widest = 9, 24, 256 if major == 9 else 128
+        oldest = 8  # major version of the GPU
+        narrowest = 8  # head_dim
+        widest = 256
+    else:  # version 4
+        oldest = 9
+        narrowest = 24  # gradients for heads of 16 are wrong (4.0.0b36)
+        widest = 256 if major == 9 else 128
     is_on_gpu = flash_attn_func is not None and major >= oldest
     takes_head_dim = config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
     runs_flash = is_on_gpu and takes_head_dim and config.attn_dropout == 0
@@ -504,7 +512,7 @@ def locate_documents(cu_seqlens, batch, length, with_mask):
 
 # ------------------------------------------------------------------------------
 # FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
-# (fast_kernels/state_dict.py has two of these functions for model_te_fast.py: each file stands alone)
+# (model_te_fast.py, which stands alone, has the first two functions in fast_kernels/state_dict.py)
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
@@ -548,15 +556,16 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 
 def set_fp8_state(module, recipe, direction, scale, amax_history):
-    """Set the scales (n,) and the amax history (length, n) of a TE module, whose own may be longer."""
+    """Set a TE module's scales (n,) and amax history from one of (length, n); its own length may differ."""
     gemms = 2 if hasattr(module, "fc2_weight") else 1
     module.fp8_meta.update(recipe=recipe, num_gemms=gemms)
     module.init_fp8_meta_tensors(recipe)
     scaling = module.fp8_meta[direction]
     scaling.scale.copy_(scale)
     # Row 0 collects the amax of the current step; the last row is the newest step
-    current_step, past_steps = amax_history[:1], amax_history[1:]
-    # Where the module's history is longer, put zeros in front; where it is shorter, cut rows off there
+    current_step = amax_history[:1]
+    past_steps = amax_history[1:]
+    # Put zeros in front where the module's history is longer; a negative number cuts rows off there
     longer_by = len(scaling.amax_history) - len(amax_history)
     past_steps = F.pad(past_steps, (0, 0, longer_by, 0))
     scaling.amax_history.copy_(torch.cat([current_step, past_steps]))
@@ -567,6 +576,7 @@ def register_fp8_state(model):
     The attributes are TE's."""
     for module in model.modules():
         if getattr(module, "fp8_meta_tensors_initialized", False):
+            # The original's places in TE's lists, of all amaxes and of those of recomputed passes
             module.fp8_meta.pop("buffer_index_and_autocast_key", None)
             module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
             module.fp8_meta_tensors_initialized = False

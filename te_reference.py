@@ -401,7 +401,8 @@ class _ScalingState:
             _fp8.states[forward].append(weakref.ref(self))
         if not self.has_run:
             self.key = key
-        self.has_run |= runs
+        if runs:
+            self.has_run = True
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
@@ -523,15 +524,16 @@ class _BlockLinear(torch.autograd.Function):
     """x · wᵀ with block scaling. Blocks run along a GEMM's K dimension, and x, w and dy are each an operand
     of two GEMMs with different K dimensions. So each is quantized twice (TE's rowwise and columnwise data).
 
-    x: (rows, in); w: the pair (rowwise, columnwise), each (out, in).
+    x: (rows, in); quantized_weight: the pair (rowwise, columnwise), each (out, in).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, w, recipe, grad_dtype):
+    def forward(ctx, x, weight, quantized_weight, recipe, grad_dtype):
         rowwise, columnwise = _quantize_rowwise_and_columnwise(x, recipe, recipe._dtype(forward=True))
-        ctx.save_for_backward(columnwise, w[1])
+        weight_rowwise, weight_columnwise = quantized_weight
+        ctx.save_for_backward(columnwise, weight_columnwise)
         ctx.args = (recipe, grad_dtype, x.dtype, weight.dtype)
-        return F.linear(rowwise, w[0])
+        return F.linear(rowwise, weight_rowwise)
 
     @staticmethod
     def backward(ctx, grad):
@@ -922,7 +924,8 @@ class _Module(nn.Module):
 
     def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
         """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
-        `dtype`. `gemm` counts the module's linear layers. `measured`: x as TE computes its amax, unrounded.
+        `dtype`. `gemm` counts the module's linear layers. `measured`: the tensor whose amax TE records,
+        x before it is rounded; None: x.
         """
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
@@ -1112,7 +1115,7 @@ class LayerNormLinear(_Module):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
-            bias = self.bias
+            bias = self.bias  # read once: _SplitQKV concatenates it
             y = self._last_gemm(0, x, self.weight, bias, dtype, is_first_microbatch)
         return self._outputs(y, bias, normed, dtype)
 
@@ -1169,7 +1172,7 @@ class LayerNormMLP(LayerNormLinear):
                  output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
                  set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
                  micro_batch_size=None, **options):
-        _Module.__init__(self, num_gemms=2)
+        _Module.__init__(self, num_gemms=2)  # LayerNormLinear's would add its one weight
         _check_options("LayerNormMLP", options, self.NOT_EMULATED)
         if activation not in ACTIVATIONS:
             raise ValueError(
@@ -1253,7 +1256,7 @@ def _keys_in_reach(queries, keys, window, bottom_right, device):
 
 
 def _padding(attention_mask, cu_seqlens, batch, length):
-    """Return which positions of a padded batch are no tokens, (B, S) bool."""
+    """Return which positions of a padded batch are padding, (B, S) bool."""
     if attention_mask is None:
         if cu_seqlens is None or len(cu_seqlens) != batch + 1:
             raise ValueError(f"attn_mask_type 'padding': give attention_mask, ({batch}, 1, 1, {length}) bool "
@@ -1321,11 +1324,14 @@ class DotProductAttention(_Module):
         window = _window(mask_type, self.window_size if window_size is None else window_size)
         if qkv_format == "thd":
             return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
-        to_bhsd, from_bhsd = (0, 2, 1, 3), (0, 2, 1, 3)
+        to_bhsd = (0, 2, 1, 3)  # from bshd
+        from_bhsd = (0, 2, 1, 3)
         if qkv_format == "sbhd":
-            to_bhsd, from_bhsd = (1, 2, 0, 3), (2, 0, 1, 3)
+            to_bhsd = (1, 2, 0, 3)
+            from_bhsd = (2, 0, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
-        queries, keys = q.shape[2], k.shape[2]
+        queries = q.shape[2]
+        keys = k.shape[2]
         bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
         is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
         is_full = mask_type == "no_mask" and window == (-1, -1)
@@ -1342,7 +1348,8 @@ class DotProductAttention(_Module):
 
     @staticmethod
     def _check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv):
-        masks, padding_masks = ("no_mask", "causal", "causal_bottom_right"), ("padding", "padding_causal")
+        masks = ("no_mask", "causal", "causal_bottom_right")
+        padding_masks = ("padding", "padding_causal")
         supported = {"bshd": masks + padding_masks, "sbhd": masks + padding_masks, "thd": padding_masks}
         if mask_type not in supported.get(qkv_format, ()):
             raise ValueError(
@@ -1391,7 +1398,7 @@ class _SplitQKV(LayerNormLinear):
                  params_dtype, device):
         if _fp8.weights_in_fp8:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
-        _Module.__init__(self, num_gemms=1)
+        _Module.__init__(self, num_gemms=1)  # LayerNormLinear's would add its one weight
         self.use_bias = bias
         self.return_bias = False
         self.return_layernorm_output = False

@@ -153,8 +153,8 @@ def time_passes(attend, sets):
     for i in range(20 if HAS_GPU else 3):
         if HAS_GPU:
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
-        _, some = one_pass(attend, *sets[i % len(sets)])
-        stamps.append(some)
+        _, stamps_of_pass = one_pass(attend, *sets[i % len(sets)])
+        stamps.append(stamps_of_pass)
     forward = []
     backward = []
     both = []
@@ -175,7 +175,7 @@ def warm_up(attend, sets):
     """Run passes: the first ones compile, autotune and allocate, and the clock rises."""
     start = time.perf_counter()
     passes = 0
-    while passes < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
+    while passes < 3 or (HAS_GPU and time.perf_counter() - start < 0.1):
         _, stamps = one_pass(attend, *sets[passes % len(sets)])
         spans_ms(stamps)  # waits for the GPU
         passes += 1
