@@ -55,10 +55,11 @@ def prepare(kind: str) -> None:
     compile_ = torch.compile
 
     def trace_only(forward, **arguments):  # forward: a model's bound method
+        model = forward.__self__
         backend = "eager"
-        config = forward.__self__.config
-        if getattr(config, "gradient_checkpointing", False):  # "eager" fails to recompute
-            backend = "aot_eager"
+        recomputes = getattr(model.config, "gradient_checkpointing", False)
+        if recomputes and model.config.use_fp8 and model.fp8_recipe.delayed():
+            backend = "aot_eager"  # "eager" fails to recompute with this recipe
         return compile_(forward, backend=backend, fullgraph=arguments.get("fullgraph", False))
 
     torch.compile = trace_only  # the traced graph runs uncompiled: a minute less for each model
