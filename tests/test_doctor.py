@@ -253,7 +253,7 @@ def apply(diff, folder):
 
 
 EDITS = sorted((doctor.HERE / "examples" / "edits").glob("*/*.diff"))
-ON_CPU = ("optimized/lora", "optimized/second_head", "optimized/relu_squared")
+ON_CPU = ("optimized/lora", "optimized/second_head")
 
 
 @pytest.mark.parametrize("diff", [
