@@ -173,7 +173,7 @@ def test_offloaded_blocks_train_alike_in_less_memory(build):
         net(*batch)  # nothing is saved, so nothing is moved
 
 
-TOGETHER = ("relu_squared soft_cap residual_scale", "geglu label_smoothing", "window")
+TOGETHER = ("relu_squared soft_cap", "geglu label_smoothing", "residual_scale", "window")
 
 
 @pytest.mark.parametrize("edit", TOGETHER)
