@@ -303,8 +303,8 @@ def load_state(config, model, optimizer, loader, source, first_step: int, resume
     elif config.init_from:
         scales_meta = load_init_from(config, model, optimizer, loader.meta)
     if needs_first_scales(model, config, loader.tokens_per_step, scales_meta):
-        inputs = [batch.inputs for batch in loader.batches(first_step)]  # which `train` reads again
-        recipes.find_first_scales(model, inputs, config.grad_accum * loader.ranks.count)
+        batch = loader.batches(first_step)[0]  # which `train` reads again
+        recipes.find_first_scales(model, batch.inputs, config.grad_accum * loader.ranks.count)
 
 
 def load_init_from(config, model, optimizer, data: dict) -> dict:

@@ -33,13 +33,13 @@ import torch
 from bench import step
 from bench.edits import edited_file
 from bench.measure import Agreement, Timing, attempt
-from bench.nanogpt import load_module
 from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
 from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
+from nanote.own_model import import_path
 
 EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
 ARMS = ("bf16", "fp8", "graph", "nanochat", "torchao-tensorwise", "torchao-rowwise", *EDITS)
@@ -51,7 +51,7 @@ class Nanochat(PlainGPT):
         nanochat = types.ModuleType("nanochat.common")  # of which fp8.py uses one name
         nanochat.COMPUTE_DTYPE = torch.bfloat16
         sys.modules |= {"nanochat": nanochat, "nanochat.common": nanochat}
-        fp8 = load_module("nanochat_fp8", Path(os.environ["NANOCHAT"]) / "fp8.py")
+        fp8 = import_path(Path(os.environ["NANOCHAT"]) / "fp8.py", "nanochat_fp8")
         fp8.convert_to_float8_training(self)
 
 

@@ -23,7 +23,6 @@ if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import hashlib
-import importlib.util
 import itertools
 import os
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from bench.plain_gpt import PlainTraining
 from bench.report import Rows
 from nanote.command import parse, require_at_least, run_command
 from nanote.models import pick_device
+from nanote.own_model import import_path
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8")
@@ -62,21 +62,12 @@ class NanoGPTTraining(PlainTraining):
             return self.net(input_ids, labels)[1]
 
 
-def load_module(name: str, file: Path):
-    """Return a file as a module of this name."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def load(folder):
     """Return the module of a checkout's model.py. FileNotFoundError or ValueError if it is not nanoGPT's."""
     file = folder / "model.py"
     if not file.is_file():
         raise FileNotFoundError(f"{folder}: there is no model.py; name the folder of a nanoGPT checkout")
-    module = load_module("nanogpt_model", file)
+    module = import_path(file, "nanogpt_model")
     for name in ("GPT", "GPTConfig"):
         if not hasattr(module, name):
             raise ValueError(f"{file}: has no {name}; name the folder of a nanoGPT checkout")

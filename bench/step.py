@@ -132,7 +132,7 @@ class Training:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         divisor = config.grad_accum * self.world_size
         if recipes.uses_delayed_scaling(self.model):
-            recipes.find_first_scales(self.model, batches, divisor)
+            recipes.find_first_scales(self.model, batches[0], divisor)
         self.divisor = torch.tensor(float(divisor), device=device)
         self.functions = train.make_step(config, self.model, self.optimizer, self.gradients, device)
         self.update = self.functions.eager_update

@@ -212,7 +212,7 @@ def measure(model, twin) -> Gaps:
     in_fp8 = set()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     with pass_errors(model):
-        recipes.find_first_scales(model, [make_batch(0, model.config)], 1)
+        recipes.find_first_scales(model, make_batch(0, model.config), divisor=1)
     for step in range(FIRST_STEPS + MEASURED_STEPS):
         batch = make_batch(step, model.config)
         with pass_errors(model):

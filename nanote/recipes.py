@@ -145,7 +145,7 @@ def is_fresh(model):
     return all(bool((scale == 1).all()) for scale in scales)
 
 
-def find_first_scales(model, batches, divisor):
+def find_first_scales(model, inputs, divisor):
     """Find the first scales of delayed scaling: four forward and backward passes without an update.
 
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
@@ -156,9 +156,8 @@ def find_first_scales(model, batches, divisor):
     3. qkv and fc1 behind them,
     4. all of them again, now that every branch adds its gradient to the residual.
 
-    `batches`: lists of the model's inputs, of which only the first is used. divisor: of its loss.
+    inputs: the model's arguments for one micro-batch. divisor: of its loss.
     """
-    inputs = batches[0]
     for _ in range(4):
         loss = model(*inputs) / divisor
         loss.backward()
