@@ -201,7 +201,9 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
                 continue
             log.read()  # waits for the GPU; raises Diverged after the eleventh skipped step
             log.say_outliers(step, functions.fp8_state, updates_per_step=config.grad_accum)
-            if failure := checkpoints.pop_error():  # of the previous checkpoint
+            if should_save:
+                checkpoints.wait()  # for the previous one, so that its failure is reported before the next
+            if failure := checkpoints.pop_error():
                 log.say(f"step {step}: {failure}; training continues")
             record = log.take_record(step, optimizer.lr)
             if should_eval:

@@ -106,7 +106,7 @@ class Checkpoints:
     def __init__(self, run_dir, keep: int):
         self.run_dir = Path(run_dir)
         self.keep = keep
-        self.failures = []  # OSErrors that `pop_error` has not returned yet; the thread appends to it
+        self.failure = None  # the OSError of the last save, until `pop_error` returns it; the thread sets it
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing = None  # the future of the last save
         # in the training's group, a thread's collectives could come in another order on each rank
@@ -148,9 +148,10 @@ class Checkpoints:
             raise error
 
     def pop_error(self) -> OSError | None:
-        """Return the error of a checkpoint that was not written, each error once. None if there is none, or
-        if a later checkpoint was written. Does not wait."""
-        return self.failures.pop(0) if self.failures else None
+        """Return the error of the last checkpoint if it was not written, and forget it. Does not wait."""
+        failure = self.failure
+        self.failure = None
+        return failure
 
     def _write(self, tensors: dict, offsets: dict, meta: dict) -> None:
         """Write a checkpoint to a hidden folder and rename it. Runs in the thread of every rank."""
@@ -161,12 +162,12 @@ class Checkpoints:
             parallel.on_each_rank(lambda: write_shard(unfinished, tensors, offsets), self.group)
             parallel.on_rank0(lambda: complete(unfinished, folder, meta), self.group)
             parallel.on_rank0(lambda: self._remove_old(meta), self.group)
-            self.failures.clear()
+            self.failure = None
         except OSError as error:
             if parallel.rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            self.failures.append(OSError(f"{folder}: not written: {error.strerror or error}; free some space "
-                                         "or pass --out-dir on another disk"))
+            self.failure = OSError(f"{folder}: not written: {error.strerror or error}; free some space or "
+                                   "pass --out-dir on another disk")
 
     def _make_folder(self, unfinished: Path) -> None:
         """Make a hidden folder, and remove those of a run that was killed."""
