@@ -32,7 +32,7 @@ from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State
-from nanote.optimizers import clipping_scale, make_optimizer
+from nanote.optimizers import clip_coefficient, make_optimizer
 from nanote.options import read_options
 from nanote.own_model import check_first_pass, is_file
 from nanote.schedule import learning_rate, report_long_warmup
@@ -109,16 +109,16 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
     caches_fp8_weights = (config.grad_accum > 1 and not config.compile
                           and models.takes_argument(model, "is_first_microbatch"))
 
-    def forward_backward(batch, *, first: bool, last: bool):
+    def forward_backward(batch, *, is_first_microbatch: bool, is_last_microbatch: bool):
         """Add the gradients of a micro-batch to those of the step. Return its share of the loss, ()."""
-        if first:
+        if is_first_microbatch:
             fp8_state.save()
-        if first and config.compile:
+        if is_first_microbatch and config.compile:
             torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's tensors
-        options = {"is_first_microbatch": first} if caches_fp8_weights else {}
+        options = {"is_first_microbatch": is_first_microbatch} if caches_fp8_weights else {}
         # The first micro-batch overwrites the gradients of the last step, so that nothing zeroes them; after
         # the last micro-batch ranks reduce their sums.
-        with gradients.accumulate(first, last):
+        with gradients.accumulate(is_first_microbatch, is_last_microbatch):
             # Gradients are summed over micro-batches and ranks. The divisor makes the sum that of the step's
             # mean loss: labels of the step / labels of this micro-batch, so grad_accum * ranks if no label is
             # masked.
@@ -133,11 +133,11 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         """Clip the gradients and update the weights. Return the gradient norm before clipping, ()."""
         gradients.set_grad()  # parameter.grad: its part of the flat buffers, None without a gradient
         norm = optimizer.gradient_norm()
-        gradient_scale = clipping_scale(norm, config.grad_clip)
+        clip_coef = clip_coefficient(norm, config.grad_clip)
         # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
         is_skipped = ~norm.isfinite()
         fp8_state.restore(when=is_skipped)
-        optimizer.step(gradient_scale, skip=is_skipped)  # clips: multiplies the gradients by the scale
+        optimizer.step(clip_coef, skip=is_skipped)  # clips: multiplies the gradients by clip_coef
         return norm
 
     step_forward_backward, step_update = forward_backward, update
@@ -147,7 +147,7 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
             return [*recipes.kept_state(model), *fp8_state.kept_tensors()]
 
-        # One graph for each pair (first, last). The first two calls of a pair run from Python, then it is
+        # One graph for each pair of flags. The first two calls of a pair run from Python, then it is
         # captured. Gradients, moments and learning rate are tensors, whose new values a replay reads.
         step_forward_backward = CudaGraph(forward_backward, kept_tensors)
         if optimizer.capturable:  # Muon is not: its update runs from Python
@@ -161,7 +161,8 @@ def run_micro_batches(forward_backward: Callable, batches: list) -> torch.Tensor
     """Run the forward and backward passes of a step. Return this rank's share of its loss, ()."""
     loss = 0  # a tensor after the first addition, which stays on the device
     for i, batch in enumerate(batches):
-        loss += forward_backward(batch, first=(i == 0), last=(i == len(batches) - 1))
+        is_last_microbatch = i == len(batches) - 1
+        loss += forward_backward(batch, is_first_microbatch=(i == 0), is_last_microbatch=is_last_microbatch)
     return loss
 
 

@@ -139,11 +139,12 @@ class Training:
         self.fp8_state = self.functions.fp8_state
         self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
 
-    def forward_backward(self, batch, *, first: bool, last: bool, eager=False):
-        """Accumulate the gradients of a micro-batch; return this rank's share of the loss."""
+    def forward_backward(self, batch, *, eager=False, **flags):
+        """Accumulate the gradients of a micro-batch; return this rank's share of the loss.
+        flags: is_first_microbatch and is_last_microbatch of train.py's forward_backward."""
         functions = self.functions
         run = functions.eager_forward_backward if eager else functions.forward_backward
-        return run(MicroBatch(batch, self.divisor), first=first, last=last)
+        return run(MicroBatch(batch, self.divisor), **flags)
 
     def __call__(self, batches, lr: float, eager=False):
         """Train one step; return the mean loss of this rank and the gradient norm, each () on the device.

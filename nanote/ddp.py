@@ -86,7 +86,7 @@ def all_reduce(bucket: Bucket) -> None:
 class BackwardPass:
     """The backward pass of a micro-batch."""
 
-    first: bool  # of a step: overwrites the gradients
+    is_first_microbatch: bool  # of a step: overwrites the gradients
     reduces: bool  # the last of a step, and there are other ranks
     reduced_buckets: int = 0
 
@@ -149,10 +149,10 @@ class Gradients:
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
 
     @contextlib.contextmanager
-    def accumulate(self, first: bool, last: bool):
+    def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
         """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
-        reduces = last and self.world_size > 1
-        self.current = BackwardPass(first, reduces)
+        reduces = is_last_microbatch and self.world_size > 1
+        self.current = BackwardPass(is_first_microbatch, reduces)
         self._prepare()
         try:
             yield
@@ -172,7 +172,7 @@ class Gradients:
 
     def _prepare(self):
         """Prepare parameters and buckets for a backward pass."""
-        if self.current.first:
+        if self.current.is_first_microbatch:
             self.used.clear()
         for bucket in self.buckets:
             bucket.awaited = set(bucket.offsets)
@@ -180,7 +180,7 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None  # drops what another backward pass has left
             parameter.main_grad = self.views[parameter]
-            parameter.overwrite_main_grad = self.current.first
+            parameter.overwrite_main_grad = self.current.is_first_microbatch
             parameter.grad_added_to_main_grad = False
 
     def _check_agreement(self):
@@ -226,13 +226,13 @@ class Gradients:
     @torch.no_grad()
     def _complete(self, bucket):
         """Copy or add what autograd has given to the bucket, and reduce the buckets that are ready."""
-        if self.current.first:
+        if self.current.is_first_microbatch:
             for parameter in bucket.awaited:
                 parameter.main_grad.zero_()
         if bucket.collected:
             views = [view for view, _ in bucket.collected]
             gradients = [gradient for _, gradient in bucket.collected]
-            if self.current.first:
+            if self.current.is_first_microbatch:
                 torch._foreach_copy_(views, gradients)
             else:  # in one dtype, because PyTorch adds tensors of two dtypes one by one
                 copies = [torch.empty_like(view) for view in views]

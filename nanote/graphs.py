@@ -1,7 +1,7 @@
 """CUDA graphs for a function that trains: `CudaGraph(function)` is called like the function.
 
     forward_backward = CudaGraph(forward_backward)
-    loss = forward_backward((input_ids, labels), first=True, last=True)
+    loss = forward_backward((input_ids, labels), is_first_microbatch=True, is_last_microbatch=True)
 
 Python needs longer to launch the thousand kernels of a small model's step than the GPU needs to run them. A
 CUDA graph is one launch. Three ideas:

@@ -64,17 +64,17 @@ class Optimizer:
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def step(self, gradient_scale: torch.Tensor, skip: torch.Tensor) -> None:
-        """Multiply the gradients by gradient_scale, (), and update the parameters. If `skip`, () bool, is
+    def step(self, clip_coef: torch.Tensor, skip: torch.Tensor) -> None:
+        """Multiply the gradients by clip_coef, (), and update the parameters. If `skip`, () bool, is
         true, no parameter and no state changes, not even a step count."""
         if self.fast_adam is None:
             if not skip:  # waits for the GPU, which costs little where Python launches every kernel
-                torch._foreach_mul_(self._gradients(), gradient_scale)
+                torch._foreach_mul_(self._gradients(), clip_coef)
                 for optimizer in self.optimizers:
                     optimizer.step()
             return
         # FastAdam multiplies gradients as it reads them; a scale of NaN is its signal to skip the step
-        scale = torch.where(skip, math.nan, gradient_scale)
+        scale = torch.where(skip, math.nan, clip_coef)
         if self.sharded_adam is not None:
             self.sharded_adam.step(grad_scale=scale)
         else:
@@ -86,7 +86,7 @@ class Optimizer:
             self.sharded_adam.gather_state()
 
 
-def clipping_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor, (), that limits gradients of this norm, (), to max_norm; 0: no limit."""
     if max_norm == 0:  # the factor is 1 then, but NaN for a norm that is not finite
         max_norm = math.inf

@@ -201,14 +201,14 @@ class ShardedGradients:
         self.used = set()  # parts that have a gradient in this step
 
     @contextlib.contextmanager
-    def accumulate(self, first: bool, last: bool):
+    def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
         """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
-        if first:
+        if is_first_microbatch:
             for unit in (self.model, *self.model.blocks):
                 unit.reshard()  # an evaluation leaves weights gathered
-        self.model.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(is_last_microbatch)
         yield
-        if last:
+        if is_last_microbatch:
             self._take_gradients()
 
     def _take_gradients(self) -> None:

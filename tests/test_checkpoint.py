@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nanote import checkpoint, ddp, models, recipes, training_state
 from nanote.config import TrainConfig
-from nanote.optimizers import clipping_scale, make_optimizer
+from nanote.optimizers import clip_coefficient, make_optimizer
 from trainer_tools import fork_ranks, largest_file, sign
 
 SIZE = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32)
@@ -35,7 +35,7 @@ def step(model, optimizer, seed):
     loss = model(ids[:, :-1], ids[:, 1:])
     loss.backward()
     norm = optimizer.gradient_norm()
-    optimizer.step(clipping_scale(norm, 1.0), skip=~norm.isfinite())
+    optimizer.step(clip_coefficient(norm, 1.0), skip=~norm.isfinite())
     model.zero_grad()
     return loss.item()
 

@@ -234,7 +234,8 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
         for parameter_name, parameter in plain.named_parameters():
             expected[parameter_name] = expected.get(parameter_name, 0) + parameter.grad.float()
         plain.zero_grad(set_to_none=True)
-        with gradients.accumulate(first=number == 0, last=number == microbatches - 1):
+        is_last = number == microbatches - 1
+        with gradients.accumulate(is_first_microbatch=(number == 0), is_last_microbatch=is_last):
             (model(*make_tokens(number), **options) / 4).backward()
     gradients.set_grad()
     for parameter_name, parameter in model.named_parameters():

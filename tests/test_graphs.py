@@ -46,7 +46,8 @@ def train_steps(training, numbers=range(8)):
 def losses_of_six_calls(training):
     """Return the different losses of six calls on one batch, without an update."""
     training.optimizer.set_lr(0.0)
-    losses = [training.forward_backward(batch(), first=True, last=True) for _ in range(6)]
+    flags = dict(is_first_microbatch=True, is_last_microbatch=True)
+    losses = [training.forward_backward(batch(), **flags) for _ in range(6)]
     return {loss.item() for loss in losses}
 
 
@@ -190,7 +191,7 @@ def test_gradients_are_freed_with_their_model():
     """A hook of a parameter that held them would keep both: Python's garbage collector cannot look inside."""
     model = torch.nn.Linear(8, 8)
     gradients = Gradients(model)
-    with gradients.accumulate(first=True, last=True):
+    with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
         model(torch.ones(2, 8)).sum().backward()
     assert gradients.used == set(model.parameters())
     freed = weakref.ref(model.weight), weakref.ref(gradients.buckets[0].buffer)

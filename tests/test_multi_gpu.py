@@ -39,7 +39,7 @@ from nanote import models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.graphs import CudaGraph
-from nanote.optimizers import clipping_scale, make_optimizer
+from nanote.optimizers import clip_coefficient, make_optimizer
 
 
 def is_as_on_rank_0(tensor):
@@ -63,11 +63,11 @@ def compare_ranks(p2p_disable):
     shard_optimizer(optimizer, gradients)
 
     def step(ids):
-        with gradients.accumulate(first=True, last=True):
+        with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
             (model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / ranks.count).backward()
         gradients.set_grad()
         norm = optimizer.gradient_norm()
-        optimizer.step(clipping_scale(norm, 1.0), skip=~norm.isfinite())
+        optimizer.step(clip_coefficient(norm, 1.0), skip=~norm.isfinite())
         return norm
 
     graph = CudaGraph(step, keep=lambda: recipes.kept_state(model))

@@ -8,7 +8,7 @@ import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.config import TrainConfig
 from nanote.muon import Muon
-from nanote.optimizers import Optimizer, clipping_scale, make_optimizer
+from nanote.optimizers import Optimizer, clip_coefficient, make_optimizer
 from trainer_tools import OPTIONS, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -44,7 +44,7 @@ def test_a_skipped_step_changes_nothing(name):
     results = []
     for skip in (GO, SKIP, GO):
         give_gradients(model.parameters(), size=1.0 if skip is GO else float("nan"))
-        optimizer.step(clipping_scale(optimizer.gradient_norm(), 1.0), skip)
+        optimizer.step(clip_coefficient(optimizer.gradient_norm(), 1.0), skip)
         results.append([tensor.clone() for p in model.parameters()
                         for tensor in (p.detach(), *optimizer.state[p].values())])
     first, skipped, last = results
@@ -59,7 +59,7 @@ def test_clipping_limits_the_norm_of_all_gradients(max_norm):
     before = torch.cat([p.grad.flatten() for p in model.parameters()])
     norm = optimizer.gradient_norm()
     assert norm.item() == pytest.approx(before.norm().item())
-    optimizer.step(clipping_scale(norm, max_norm), skip=GO)
+    optimizer.step(clip_coefficient(norm, max_norm), skip=GO)
     after = torch.cat([p.grad.flatten() for p in model.parameters()])
     limit = min(max_norm or torch.inf, before.norm().item())
     torch.testing.assert_close(after, before * (limit / before.norm()))

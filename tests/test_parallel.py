@@ -141,7 +141,7 @@ model.forward = lambda x: model.blocks[0](x)
 ddp.distribute(model, "fsdp", 3)
 gradients = ddp.make_gradients(model, 3)
 for i, x in enumerate([2**-9, 0, 0] if ranks.rank else [1, 2**-9, 2**-9]):
-    with gradients.accumulate(first=i == 0, last=i == 2):
+    with gradients.accumulate(is_first_microbatch=(i == 0), is_last_microbatch=(i == 2)):
         model(torch.tensor([[x]], dtype=torch.bfloat16)).sum().backward()
 gradients.set_grad()
 print("found", parallel.local_parameters(model)[0].grad.item(), flush=True)
@@ -165,7 +165,7 @@ import torch
 import torch.distributed as dist
 from fast_kernels.adam import FastAdam
 from nanote import ddp, parallel, peers
-from nanote.optimizers import Optimizer, clipping_scale
+from nanote.optimizers import Optimizer, clip_coefficient
 
 ranks = parallel.start()
 torch.cuda.device_count = lambda: ranks.count
@@ -210,11 +210,11 @@ def train(allocate, p2p_disable):
     ddp.shard_optimizer(optimizer, gradients)
     norms = []
     for factor in (1.0, float("inf") if ranks.rank else 1.0, 2.0):
-        with gradients.accumulate(first=True, last=True):
+        with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
             (factor * model(torch.full((6, 15), ranks.rank + 1.0)).square().mean()).backward()
         gradients.set_grad()
         norm = optimizer.gradient_norm()
-        optimizer.step(clipping_scale(norm, 0.5), skip=~norm.isfinite())
+        optimizer.step(clip_coefficient(norm, 0.5), skip=~norm.isfinite())
         norms.append(norm.item())
     optimizer.gather_state()
     states = [value for state in adam.state.values() for value in state.values()]

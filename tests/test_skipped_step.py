@@ -80,7 +80,8 @@ def train_one(step, number, event=None, spoiled=0, eager=False):
         if event is not None and i == spoiled:
             spoil_it = EVENTS[event](step.model)
         with spoil_it:
-            loss = step.forward_backward(batch, first=i == 0, last=i == last, eager=eager)
+            loss = step.forward_backward(batch, is_first_microbatch=(i == 0), is_last_microbatch=(i == last),
+                                         eager=eager)
             total += loss.item()
     return total, step.functions.update().item()
 
