@@ -9,7 +9,7 @@ Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
 - There is no GradScaler: BF16 has the range of float32, and each FP8 tensor a scale of its own.
 - A step whose loss or gradient norm is not finite is skipped: it changes neither weights nor the FP8 state.
-  The eleventh of a process ends the run.
+  After ten of them the next one ends the run.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
@@ -20,22 +20,25 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
+from nanote import checkpoint, models, parallel, profiling, recipes, run_folder, transfer
 from nanote.command import in_a_line, run_command
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients, shard_optimizer
-from nanote.evaluation import print_val_loss, validate
+from nanote.evaluation import evaluate_checkpoint, validate
 from nanote.fp8_state import FP8State
+from nanote.graphs import CudaGraph
+from nanote.logs import Log
+from nanote.meter import Diverged, StepMeter
 from nanote.optimizers import clip_coefficient, make_optimizer
 from nanote.options import read_options
 from nanote.own_model import check_first_pass, is_file
-from nanote.schedule import learning_rate, report_long_warmup
+from nanote.schedule import learning_rate
 from nanote.tokens import Loader, check_tokenizer
 
 
@@ -45,7 +48,6 @@ def main(config: TrainConfig) -> None:
     device = prepare_device(config, ranks)
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
     resumed_meta = checkpoint.read_meta(source) if source else {}  # of the checkpoint; {}: a new run
-    first_step = resumed_meta.get("step", 0) + 1
 
     # data
     loader = Loader(config, "train", ranks, device)
@@ -57,14 +59,10 @@ def main(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
     model = build_model(config, device, resumed_meta.get("model_config"))
-    if is_file(config.model):  # a loss of another shape would else end the first step in a traceback
-        check_first_pass(model, loader.batches(1)[0].inputs)  # also finds which of its GEMMs run in FP8
-    if config.compile:
-        compile_model(config, model, loader)
+    prepare_model(config, model, loader)
     optimizer = make_optimizer(model, config)  # adamw | muon, with float32 masters of BF16 weights
     if config.eval_only:
-        checkpoint.load(source, model, optimizer)
-        print_val_loss(config, model, val_loader, source)
+        evaluate_checkpoint(config, model, optimizer, val_loader, source)
         return
 
     # training state
@@ -72,37 +70,33 @@ def main(config: TrainConfig) -> None:
     gradients = make_gradients(model, config.grad_accum)  # in flat buffers, which ranks reduce
     shard_optimizer(optimizer, gradients)  # ZeRO-1, for --parallel ddp on one machine
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
-    load_state(config, model, optimizer, loader, source, first_step, resumed_meta)
+    load_state(config, model, optimizer, loader, source, resumed_meta)
 
     # the run's folder, and training
     config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
-    checkpoints = checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints)
-    with checkpoint.locked(config.out_dir), closing(checkpoints):
-        parallel.on_rank0(lambda: run_folder.start_logs(config, source, first_step))
-        last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, first_step,
-                          resumed_meta)
-        checkpoints.finish()
+    with (checkpoint.locked(config.out_dir),
+          checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints) as checkpoints):
+        parallel.on_rank0(lambda: run_folder.start_logs(config, source, loader.first_step))
+        last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta)
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
 
 
 @dataclass
 class StepFunctions:
-    """A training step: forward_backward for each of its micro-batches, and then update. See make_step."""
+    """A training step: forward_backward for each of its micro-batches, and then update."""
 
-    forward_backward: Callable  # replayed as CUDA graphs where that is possible
-    update: Callable  # likewise
-    eager_forward_backward: Callable  # the same, launched from Python: hooks run, and each pass can be timed
-    eager_update: Callable
-    fp8_state: FP8State
+    forward_backward: Callable
+    update: Callable
+    fp8_state: FP8State  # which the first micro-batch saves and update restores if the step is skipped
 
 
-def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
-    """Return the functions of a training step on this device."""
+def make_step(config, model, optimizer, gradients) -> StepFunctions:
+    """Return the functions of a training step, launched from Python."""
     # Under delayed scaling a forward pass ends with new scales of inputs and weights, and a backward pass
     # with those of gradients. forward_backward saves scales and amax histories from before the step, and
-    # update restores them if the step is skipped.
+    # update restores them if the step is skipped. Under other recipes there is nothing to save.
     fp8_state = FP8State(model)
     # Weights change once a step, so with accumulation only its first micro-batch quantizes them to FP8. Not
     # under torch.compile, which would compile the model again for each value of the flag.
@@ -133,65 +127,73 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         """Clip the gradients and update the weights. Return the gradient norm before clipping, ()."""
         gradients.set_grad()  # parameter.grad: its part of the flat buffers, None without a gradient
         norm = optimizer.gradient_norm()
-        clip_coef = clip_coefficient(norm, config.grad_clip)
+        clip_coef = clip_coefficient(norm, config.grad_clip)  # min(1, grad_clip / norm)
         # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
+        # The condition stays on the GPU, so that the host does not wait for it.
         is_skipped = ~norm.isfinite()
         fp8_state.restore(when=is_skipped)
-        optimizer.step(clip_coef, skip=is_skipped)  # clips: multiplies the gradients by clip_coef
+        optimizer.step(clip_coef, skip=is_skipped)  # multiplies the gradients by clip_coef
         return norm
 
-    step_forward_backward, step_update = forward_backward, update
-    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):  # without these lines everything still trains
-        from nanote.graphs import CudaGraph
+    return StepFunctions(forward_backward, update, fp8_state)
 
-        def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
-            return [*recipes.kept_state(model), *fp8_state.kept_tensors()]
 
-        # One graph for each pair of flags. The first two calls of a pair run from Python, then it is
-        # captured. Gradients, moments and learning rate are tensors, whose new values a replay reads.
-        step_forward_backward = CudaGraph(forward_backward, kept_tensors)
-        if optimizer.capturable:  # Muon is not: its update runs from Python
-            step_update = CudaGraph(update, kept_tensors)
-    return StepFunctions(
-        forward_backward=step_forward_backward, update=step_update,
-        eager_forward_backward=forward_backward, eager_update=update, fp8_state=fp8_state)
+def with_cuda_graphs(functions: StepFunctions, model, optimizer) -> StepFunctions:
+    """Return the functions of a step as CUDA graphs: a replay launches all kernels of a function at once."""
+
+    def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
+        return [*recipes.kept_state(model), *functions.fp8_state.kept_tensors()]
+
+    # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two calls of a pair run
+    # from Python, then it is captured. Gradients, moments and learning rate are tensors, whose new values a
+    # replay reads.
+    forward_backward = CudaGraph(functions.forward_backward, kept_tensors)
+    update = functions.update
+    if optimizer.capturable:  # Muon is not: its update runs from Python
+        update = CudaGraph(update, kept_tensors)
+    return StepFunctions(forward_backward, update, functions.fp8_state)
 
 
 def run_micro_batches(forward_backward: Callable, batches: list) -> torch.Tensor:
     """Run the forward and backward passes of a step. Return this rank's share of its loss, ()."""
-    loss = 0  # a tensor after the first addition, which stays on the device
+    loss = 0  # becomes a tensor, which stays on the device
     for i, batch in enumerate(batches):
         is_last_microbatch = i == len(batches) - 1
         loss += forward_backward(batch, is_first_microbatch=(i == 0), is_last_microbatch=is_last_microbatch)
     return loss
 
 
-def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, first_step: int,
-          resumed_meta: dict) -> int:
-    """Train from first_step to the last step or a stop request, and return that step.
+def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta: dict) -> int:
+    """Train to the last step or a stop request, and return the step reached.
 
     resumed_meta: meta.json of the checkpoint that the run continues, {} for a new run.
     """
-    functions = make_step(config, model, optimizer, gradients, loader.device)
+    eager = make_step(config, model, optimizer, gradients)
+    functions = eager
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(loader.device)):  # without these lines it trains as well
+        functions = with_cuda_graphs(eager, model, optimizer)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
-    log = logs.Log(config, loader, first_step, skipped_before=resumed_meta.get("skipped", ()))
-    log.start(model, optimizer.not_sharded_reason)
-    report_long_warmup(config, log.say)
+    log = Log(config, loader)
+    log.say_start(model, optimizer.not_sharded_reason)
+    meter = StepMeter(config, model, loader, resumed_meta.get("skipped", []), log.say)
     profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
-    step = first_step - 1
+    step = loader.first_step - 1
     with closing(stop), closing(log), profiler:
-        for step in range(first_step, config.max_steps + 1):
-            optimizer.set_lr(learning_rate(step, config))
+        for step in range(loader.first_step, config.max_steps + 1):
+            lr = learning_rate(step, config)
+            optimizer.set_lr(lr)
+            measures_health = is_due(step, config.fp8_health_interval)  # by hooks, which no replay runs
+            forward_backward = eager.forward_backward if measures_health else functions.forward_backward
+            health = log.fp8_health(step, model) if measures_health else nullcontext()
             with profiler.step(step):
-                if not loader.has_labels(step):  # on any rank: all tokens of the step are prompts
-                    log.add_without_labels(step)
-                elif is_due(step, config.fp8_health_interval):
-                    with log.measure_fp8_health(step, model):  # by hooks, which do not run in a replay
-                        loss = run_micro_batches(functions.eager_forward_backward, loader.batches(step))
-                    log.add(step, loss, norm=functions.update())
-                else:
-                    loss = run_micro_batches(functions.forward_backward, loader.batches(step))
-                    log.add(step, loss, norm=functions.update())
+                if loader.has_labels(step):
+                    with health:
+                        loss = run_micro_batches(forward_backward, loader.batches(step))
+                    norm = functions.update()
+                    meter.add(step, loss, norm)
+                else:  # of all micro-batches and ranks: every token is that of a prompt
+                    meter.add_without_labels(step)
+            log.move_bar(step)
 
             is_last = step == config.max_steps
             is_stopped = stop.agreed()  # by all ranks
@@ -200,27 +202,26 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
             should_save = is_due(step, config.checkpoint_interval, also_if=(is_last or is_stopped))
             if not (should_log or should_eval or should_save):
                 continue
-            log.read()  # waits for the GPU; raises Diverged after the eleventh skipped step
-            log.say_outliers(step, functions.fp8_state, updates_per_step=config.grad_accum)
-            if should_save:
-                checkpoints.wait()  # for the previous one, so that its failure is reported before the next
-            if failure := checkpoints.pop_error():
+            meter.collect(step)  # waits for the GPU; raises Diverged after more than ten skipped steps
+            log.say_outliers(step, functions.fp8_state)
+            if failure := checkpoints.pop_error(wait=should_save):  # before another one is written
                 log.say(f"step {step}: {failure}; training continues")
-            record = log.take_record(step, optimizer.lr)
+            record = meter.take_record(step, lr)
             if should_eval:
-                record |= validate(model, val_loader, config.eval_tokens, config.compile, without_fp8=is_last)
-            log.write(record)
+                record |= validate(config, model, val_loader, step)
+            if meter.has_result(step):
+                log.write(record)
             if should_save:
-                meta = run_folder.run_meta(config, model, loader, step, resumed_meta, log.all_skipped)
+                meta = run_folder.run_meta(config, model, loader, step, resumed_meta, meter.all_skipped)
                 checkpoints.save(step, model, optimizer, meta)
-            log.restart_clock()
+            meter.restart_clock()  # which counts neither this nor the evaluation
             if is_stopped:
                 break
     return step
 
 
 def is_due(step: int, interval: int, also_if: bool = False) -> bool:
-    """Return whether a step is a multiple of `interval`, or `also_if` is true. Interval 0: never."""
+    """Return whether a step is a multiple of `interval`, or `also_if` is true; never with interval 0."""
     return interval > 0 and (step % interval == 0 or also_if)
 
 
@@ -279,8 +280,8 @@ def build_model(config, device, model_config: dict | None = None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the weights
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    # What the GEMMs compute in: delayed | current | block | mxfp8 | nvfp4, or None without FP8. The model's
-    # forward pass enters te.autocast with it.
+    # How GEMMs scale their operands to FP8: delayed | current | block | mxfp8 | nvfp4, or None: no FP8. The
+    # model enters te.autocast with it in its forward pass, so a training step has no autocast.
     recipe = recipes.make(config)
     # model_te_fast.py where its Triton kernels run, else model_te_optimized.py, whose modules come from
     # Transformer Engine, fast_kernels or te_reference. The first line of the log says which, and why.
@@ -288,15 +289,20 @@ def build_model(config, device, model_config: dict | None = None):
     return distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
 
 
-def compile_model(config, model, loader) -> None:
-    """Let torch.compile compile the model, in a first pass, which names a graph break."""
+def prepare_model(config, model, loader) -> None:
+    """Run a first pass of a model of your own, and of a compiled one. Raise ValueError for one that cannot
+    train, or that has a graph break, where the first step would end in a traceback."""
+    if is_file(config.model):  # the pass also shows which of its GEMMs run in FP8
+        check_first_pass(model, loader.batches(1)[0].inputs)
+    if not config.compile:
+        return
     if parallel.rank() == 0:
         print("compiling, usually 30 to 70 s", flush=True)
     model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     check_first_pass(model, loader.batches(1)[0].inputs)
 
 
-def load_state(config, model, optimizer, loader, source, first_step: int, resumed_meta) -> None:
+def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
     """Load the checkpoint `source`, or start from --init-from; then find the first FP8 scales if none fit."""
     scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
@@ -306,7 +312,7 @@ def load_state(config, model, optimizer, loader, source, first_step: int, resume
     elif config.init_from:
         scales_meta = load_init_from(config, model, optimizer, loader.meta)
     if needs_first_scales(model, config, loader.tokens_per_step, scales_meta):
-        batch = loader.batches(first_step)[0]  # which `train` reads again
+        batch = loader.batches(loader.first_step)[0]  # which `train` reads again
         recipes.find_first_scales(model, batch.inputs, config.grad_accum * loader.ranks.count)
 
 
@@ -356,7 +362,7 @@ def run(argv=None) -> int:
     config = read_options(argv, parallel.folder_before_restart())
     try:
         main(config)
-    except logs.Diverged as error:
+    except Diverged as error:
         print(f"train.py: {error}; try {advice_for(config)}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:

@@ -21,7 +21,7 @@ from bench.plain_gpt import make_plain
 from bench.step import Training, arm_config, free, make_batches
 from nanote import recipes
 from nanote.command import in_a_line
-from nanote.logs import flops_per_token, peak_flops
+from nanote.meter import flops_per_token, peak_flops
 from nanote.models import make_model_config
 
 TURNS = 5  # in which the timed steps of an arm and of its baseline alternate

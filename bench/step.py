@@ -134,17 +134,19 @@ class Training:
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, batches[0], divisor)
         self.divisor = torch.tensor(float(divisor), device=device)
-        self.functions = train.make_step(config, self.model, self.optimizer, self.gradients, device)
-        self.update = self.functions.eager_update
-        self.fp8_state = self.functions.fp8_state
+        self.eager = train.make_step(config, self.model, self.optimizer, self.gradients)
+        self.functions = self.eager
         self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
+        if self.is_graph:
+            self.functions = train.with_cuda_graphs(self.eager, self.model, self.optimizer)
+        self.update = self.eager.update
+        self.fp8_state = self.eager.fp8_state
 
     def forward_backward(self, batch, *, eager=False, **flags):
         """Accumulate the gradients of a micro-batch; return this rank's share of the loss.
         flags: is_first_microbatch and is_last_microbatch of train.py's forward_backward."""
-        functions = self.functions
-        run = functions.eager_forward_backward if eager else functions.forward_backward
-        return run(MicroBatch(batch, self.divisor), **flags)
+        functions = self.eager if eager else self.functions
+        return functions.forward_backward(MicroBatch(batch, self.divisor), **flags)
 
     def __call__(self, batches, lr: float, eager=False):
         """Train one step; return the mean loss of this rank and the gradient norm, each () on the device.

@@ -101,7 +101,11 @@ def take_lock(file, run_dir) -> None:
 # ---------------------------------------------------------------- writing
 
 class Checkpoints:
-    """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older."""
+    """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older.
+
+    `with Checkpoints(...) as checkpoints:` ends when the last checkpoint is written, with an OSError if it is
+    not.
+    """
 
     def __init__(self, run_dir, keep: int):
         self.run_dir = Path(run_dir)
@@ -137,18 +141,19 @@ class Checkpoints:
         if self.writing is not None:
             self.writing.result()
 
-    def close(self) -> None:
-        """Do as `wait`: for contextlib.closing, when another error may be on its way."""
-        self.wait()
+    def __enter__(self):
+        return self
 
-    def finish(self) -> None:
-        """Wait until nothing is being written. Raise OSError if the last checkpoint was not written."""
+    def __exit__(self, error_type, *_) -> None:
         self.wait()
-        if error := self.pop_error():
-            raise error
+        if self.failure and error_type is None:  # else the error inside is the one to show
+            raise self.failure
 
-    def pop_error(self) -> OSError | None:
-        """Return the error of the last checkpoint if it was not written, and forget it. Does not wait."""
+    def pop_error(self, wait: bool = False) -> OSError | None:
+        """Return the error of the last checkpoint if it was not written, and forget it. wait: also that of a
+        checkpoint that is being written."""
+        if wait:
+            self.wait()
         failure = self.failure
         self.failure = None
         return failure

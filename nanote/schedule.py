@@ -18,11 +18,9 @@ def learning_rate(step: int, config) -> float:
     return min(rate, warmup_rate)
 
 
-def report_long_warmup(config, say) -> None:
-    """Say so if the warm-up lasts the whole run. `say`: takes a line."""
-    if config.warmup_steps < config.max_steps:
-        return
+def describe_long_warmup(config) -> str:
+    """Return a line about a warm-up that lasts the whole run."""
     highest = max(learning_rate(step, config) for step in range(1, config.max_steps + 1))
-    say(f"--warmup-steps {config.warmup_steps}: all of --max-steps {config.max_steps} is warm-up; the "
-        f"learning rate reaches {highest:.1e} of --lr {config.lr:.1e}; pass a shorter one, such as "
-        f"--warmup-steps {config.max_steps // 10}")
+    return (f"--warmup-steps {config.warmup_steps}: all of --max-steps {config.max_steps} is warm-up; the "
+            f"learning rate reaches {highest:.1e} of --lr {config.lr:.1e}; pass a shorter one, such as "
+            f"--warmup-steps {config.max_steps // 10}")

@@ -350,11 +350,11 @@ class Loader:
 
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
-        return self._start_sample + (step - self._start_step) * self.samples_per_step
+        return self._start_sample + (step - self.first_step) * self.samples_per_step
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._start_step = step
+        self.first_step = step
         self._start_sample = sample
         self._prefetched = {}  # {step: future}, at most one
 

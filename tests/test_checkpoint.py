@@ -49,11 +49,10 @@ def trained(steps=3, **options):
 
 def save(run, number, model, optimizer, keep=9, skipped=()):
     Path(run).mkdir(exist_ok=True)
-    checkpoints = checkpoint.Checkpoints(run, keep)
     meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte",
             "skipped": skipped}
-    checkpoints.save(number, model, optimizer, meta)
-    checkpoints.finish()
+    with checkpoint.Checkpoints(run, keep) as checkpoints:
+        checkpoints.save(number, model, optimizer, meta)
     return Path(run, f"step-{number}")
 
 
@@ -143,12 +142,11 @@ def test_remainders_restore_masters_bit_for_bit():
 def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path):
     model, optimizer = trained()
     expected = load_file(shard(save(tmp_path / "before", 3, model, optimizer)))
-    checkpoints = checkpoint.Checkpoints(tmp_path, 3)
-    checkpoints.save(3, model, optimizer, {})
-    for tensor in (*model.parameters(), *optimizer.state[model.wte.weight].values()):
-        tensor.data.zero_()
-    checkpoints.save(4, model, optimizer, {})  # waits for the one before
-    checkpoints.close()
+    with checkpoint.Checkpoints(tmp_path, 3) as checkpoints:
+        checkpoints.save(3, model, optimizer, {})
+        for tensor in (*model.parameters(), *optimizer.state[model.wte.weight].values()):
+            tensor.data.zero_()
+        checkpoints.save(4, model, optimizer, {})  # waits for the one before
     assert_same_tensors(load_file(shard(tmp_path / "step-3")), expected)
 
 

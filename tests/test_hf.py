@@ -49,10 +49,9 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
     adamw = torch.optim.AdamW(net.parameters())
     for p in net.parameters():
         adamw.state[p] = {"master_param": p.detach().float() * 1.001}
-    checkpoints = checkpoint.Checkpoints(Path(run), keep=1)
-    checkpoints.save(7, net, optimizers.Optimizer(net, adamw), {
-        "config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte"})
-    checkpoints.close()
+    meta = {"config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte"}
+    with checkpoint.Checkpoints(Path(run), keep=1) as checkpoints:
+        checkpoints.save(7, net, optimizers.Optimizer(net, adamw), meta)
 
 
 def load_run(run):

@@ -1,4 +1,4 @@
-"""nanote/logs.py: what a run logs, how fast it is, and traces of its steps."""
+"""nanote/meter.py and logs.py: what a run measures and logs, and traces of its steps."""
 import gzip
 import json
 import math
@@ -13,6 +13,8 @@ import torch
 from nanote import logs
 from nanote.command import in_a_line
 from nanote.config import TrainConfig
+from nanote.evaluation import val_record
+from nanote.meter import Diverged, StepMeter, flops_per_token
 from nanote.parallel import Ranks
 from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses
@@ -23,34 +25,44 @@ ONE_PROCESS = Ranks()
 
 @pytest.fixture(autouse=True)
 def start(in_tmp_path):
-    """A function that starts a log in the folder run."""
+    """A function that starts a log in the folder run; returns it and the meter of its steps."""
     def start(first_step=1, ranks=ONE_PROCESS, device=CPU, tokens_per_step=1000, **options):
         loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
-                                 tokens_per_step=tokens_per_step, samples_before=lambda step: step - 1)
+                                 tokens_per_step=tokens_per_step, samples_before=lambda step: step - 1,
+                                 first_step=first_step)
         config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options
-        return logs.Log(TrainConfig(out_dir=os.path.abspath("run"), **config), loader, first_step)
+        config = TrainConfig(out_dir=os.path.abspath("run"), **config)
+        log = logs.Log(config, loader)
+        return log, StepMeter(config, torch.nn.Linear(2, 2), loader, [], log.say)
 
     Path("run").mkdir()
     return start
 
 
-def train(log, values, first_step=1):
+def train(log, meter, values, first_step=1):
     """Log each of the losses as a step of its own."""
     for step, loss in enumerate(values, first_step):
-        log.add(step, torch.tensor(loss), torch.tensor(1.0))
-        log.read()
-        log.write(log.take_record(step, lr=1e-3))
-        log.restart_clock()
+        meter.add(step, torch.tensor(loss), torch.tensor(1.0))
+        log.move_bar(step)
+        write(log, meter, step)
+        meter.restart_clock()
+
+
+def write(log, meter, step, lr=1e-3, **others):
+    """Write the record of a step, as train.py does."""
+    meter.collect(step)
+    record = meter.take_record(step, lr) | others
+    if meter.has_result(step):
+        log.write(record)
 
 
 # ---------------------------------------------------------------- records
 
 def test_a_line_has_the_fields_of_the_contract(start, capsys):
-    log = start()
-    train(log, [4.0, 3.0])
-    log.add(3, torch.tensor(2.0), torch.tensor(0.5))
-    log.read()
-    log.write(log.take_record(3, lr=2e-3) | logs.val_record(2.5, {"val_bytes": 100, "val_tokens": 50}))
+    log, meter = start()
+    train(log, meter, [4.0, 3.0])
+    meter.add(3, torch.tensor(2.0), torch.tensor(0.5))
+    write(log, meter, 3, lr=2e-3, **val_record(2.5, {"val_bytes": 100, "val_tokens": 50}))
     log.close()
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records] == [4, 3, 2]
@@ -71,52 +83,53 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    log = start(ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
-    log.flops = 1e9
+    _, meter = start(ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
+    meter.flops_per_token = 1e9
     for step in (1, 2):
-        log.add(step, torch.tensor(1.0), torch.tensor(1.0))
+        meter.add(step, torch.tensor(1.0), torch.tensor(1.0))
         now[0] += 2.0
-    log.read()
-    record = log.take_record(2, 1e-3)
+    meter.collect(2)
+    record = meter.take_record(2, 1e-3)
     assert record["tokens_per_s"] == 192 * 2 / 4.0
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 1e9 / (4 * 989e12))
     assert record["peak_gib"] == 3
     now[0] += 60  # an evaluation
-    log.restart_clock()
-    log.add(3, torch.tensor(1.0), torch.tensor(1.0))
+    meter.restart_clock()
+    meter.add(3, torch.tensor(1.0), torch.tensor(1.0))
     now[0] += 1.0
-    log.read()
-    assert log.take_record(3, 1e-3)["tokens_per_s"] == 192
+    meter.collect(3)
+    assert meter.take_record(3, 1e-3)["tokens_per_s"] == 192
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
 def test_more_than_ten_skipped_steps_end_a_run(start, capsys, loss, norm):
-    log = start()
-    train(log, [4.0])
+    log, meter = start()
+    train(log, meter, [4.0])
     for step in range(2, 13):
-        log.add(step, torch.tensor(loss), torch.tensor(norm))
-    with pytest.raises(logs.Diverged, match=f"step 12: loss {loss}, .*{norm}, after 10 skipped steps"):
-        log.read()
+        meter.add(step, torch.tensor(loss), torch.tensor(norm))
+    with pytest.raises(Diverged, match=f"step 12: loss {loss}, .*{norm}, after 10 skipped steps"):
+        meter.collect(12)
     said = capsys.readouterr().out
     assert f"step 2: loss {loss}" in said and "skipped (1 of 10)" in said
 
 
 def test_a_run_without_a_finite_step_has_diverged(start):
-    log = start(max_steps=2)
-    with pytest.raises(logs.Diverged, match="step 2"):
-        train(log, [math.nan, math.nan])
+    log, meter = start(max_steps=2)
+    with pytest.raises(Diverged, match="step 2"):
+        train(log, meter, [math.nan, math.nan])
+    assert not Path("run/metrics.jsonl").exists()
 
 
 # ---------------------------------------------------------------- what fails
 
 @pytest.mark.parametrize("room", [0, 10])  # bytes
 def test_a_full_disk_does_not_stop_a_run(start, monkeypatch, capsys, room):
-    log = start()
-    train(log, [4.0])
+    log, meter = start()
+    train(log, meter, [4.0])
     with largest_file(Path("run/metrics.jsonl").stat().st_size + room):
-        train(log, [3.0], first_step=2)
+        train(log, meter, [3.0], first_step=2)
     assert losses("run") == [4.0] and Path("run/metrics.jsonl").read_text().endswith("}\n")
-    train(log, [2.0], first_step=3)
+    train(log, meter, [2.0], first_step=3)
     assert "step 2: metrics.jsonl is not written: " in capsys.readouterr().out
     assert losses("run") == [4.0, 3.0, 2.0], "written later"
 
@@ -128,8 +141,8 @@ def test_a_missing_logger_is_a_line_and_the_rest_is_written(start, monkeypatch, 
     for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, missing, None)  # not installed
-    log = start(wandb="mine")
-    train(log, [4.0])
+    log, meter = start(wandb="mine")
+    train(log, meter, [4.0])
     log.close()
     name = "--wandb mine" if missing == "wandb" else missing
     assert capsys.readouterr().out.startswith(f"step 0: {name} is not written: {missing} is not installed; "
@@ -139,7 +152,7 @@ def test_a_missing_logger_is_a_line_and_the_rest_is_written(start, monkeypatch, 
 
 
 def test_a_resumed_run_leaves_no_file_on_a_full_disk(start):
-    train(start(), [4.0, 3.0])
+    train(*start(), [4.0, 3.0])
     before = Path("run/metrics.jsonl").read_text()
     with largest_file(10), pytest.raises(OSError) as error:
         logs.cut("run", 2)
@@ -148,22 +161,20 @@ def test_a_resumed_run_leaves_no_file_on_a_full_disk(start):
 
 
 def test_training_losses_are_drawn_without_an_evaluation(start):
-    log = start()
-    train(log, [4.0, 3.0])
+    log, meter = start()
+    train(log, meter, [4.0, 3.0])
     assert not Path("run/loss.png").exists()
     log.close()
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_step_without_a_label_has_no_loss(start, capsys):
-    log = start(log_interval=1)
-    log.add_without_labels(1)
-    log.read()
-    log.write(log.take_record(1, lr=1e-3))
-    train(log, [4.0], first_step=2)
-    log.add_without_labels(3)
-    log.read()
-    log.write(log.take_record(3, lr=1e-3) | {"val_loss": 2.0})
+    log, meter = start(log_interval=1)
+    meter.add_without_labels(1)
+    write(log, meter, 1)
+    train(log, meter, [4.0], first_step=2)
+    meter.add_without_labels(3)
+    write(log, meter, 3, val_loss=2.0)
     log.close()
     records = logs.read_metrics("run/metrics.jsonl")
     assert [(r["loss"], r["grad_norm"]) for r in records] == [(None, None), (4.0, 1.0), (None, None)]
@@ -176,7 +187,8 @@ def test_a_step_without_a_label_has_no_loss(start, capsys):
 @pytest.mark.parametrize("recipe, shown", [
     ("none", "--fp8-recipe none; "), ("delayed", "delayed hybrid, 0 of 1 GEMMs in FP8 (use te.Linear")])
 def test_the_first_line_names_the_recipe(start, capsys, recipe, shown):
-    start(fp8_recipe=recipe).start(torch.nn.Linear(2, 2), "")
+    log, _ = start(fp8_recipe=recipe)
+    log.say_start(torch.nn.Linear(2, 2), "")
     assert shown in capsys.readouterr().out
 
 
@@ -199,8 +211,8 @@ def init(**options):
 
 def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
     make_wandb(monkeypatch)
-    log = start(wandb="mine")
-    train(log, [4.0])
+    log, meter = start(wandb="mine")
+    train(log, meter, [4.0])
     log.close()
     options = json.loads(Path("options").read_text())
     assert (options["project"], options["name"], options["config"]["preset"]) == ("mine", "run", "tiny")
@@ -210,8 +222,8 @@ def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
 
 def test_tensorboard_shows_the_curves(start):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = start()
-    train(log, [4.0, 3.0])
+    log, meter = start()
+    train(log, meter, [4.0, 3.0])
     log.close()
     scalars = accumulator.EventAccumulator("run/tensorboard").Reload().Scalars("loss")
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 4.0), (2, 3.0)]
@@ -230,14 +242,14 @@ def test_a_damaged_log_names_file_and_line(start, line, reason):
 
 def test_a_resumed_run_repeats_no_line(start):
     """Nor one that is incomplete."""
-    train(start(), [4.0, 3.0])
+    train(*start(), [4.0, 3.0])
     Path("run/fp8_health.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
     with open("run/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "lo')
     assert losses("run") == [4.0, 3.0]
     logs.cut("run", 2)
     assert losses("run") == [4.0] and logs.read_metrics("run/fp8_health.jsonl") == []
-    train(start(first_step=2), [2.0], first_step=2)
+    train(*start(first_step=2), [2.0], first_step=2)
     assert losses("run") == [4.0, 2.0]
     logs.cut("elsewhere", 1)  # a run without logs
 
@@ -249,12 +261,12 @@ def test_flops_per_token_by_hand():
                            tie_embeddings=True)
     position_table = 1024 * 768
     expected = 6 * (124_475_904 - position_table) + 12 * 12 * 768 * 1024
-    assert logs.flops_per_token(gpt2, 124_475_904, seq_len=1024) == expected
+    assert flops_per_token(gpt2, 124_475_904, seq_len=1024) == expected
     llama = SimpleNamespace(n_layer=2, n_head=4, n_embd=64, n_positions=1024, vocab_size=288,
                             tie_embeddings=False, use_rotary=True, head_dim=32)
     embedding = 288 * 64
     expected = 6 * (100_000 - embedding) + 12 * 2 * (4 * 32) * 16
-    assert logs.flops_per_token(llama, 100_000, seq_len=16) == expected
+    assert flops_per_token(llama, 100_000, seq_len=16) == expected
 
 
 # ---------------------------------------------------------------- --profile

@@ -327,7 +327,7 @@ def say(fp8_state, step, **options):
     """Return the line that the log says about outliers after a step, or ""."""
     said = []
     log = SimpleNamespace(is_writer=True, config=TrainConfig(**options), say=said.append)
-    logs.Log.say_outliers(log, step, fp8_state, updates_per_step=log.config.grad_accum)
+    logs.Log.say_outliers(log, step, fp8_state)
     return "".join(said)
 
 

@@ -79,9 +79,8 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
         adamw.state[parameter] = {
             "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": parameter.detach().float()}
     with new_folder(run, advice="name another folder") as unfinished:
-        checkpoints = checkpoint.Checkpoints(unfinished, keep=1)
-        checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
-        checkpoints.finish()
+        with checkpoint.Checkpoints(unfinished, keep=1) as checkpoints:
+            checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
     return run / "step-0"
 
 

@@ -1,0 +1,167 @@
+"""What a run measures of its training steps: losses, gradient norms, skipped steps, speed and model FLOP
+utilization (MFU).
+
+A training loop calls `StepMeter.add` after every step and, every few steps, `collect`, `take_record` and
+`restart_clock`, in this order.
+"""
+import math
+import time
+
+import torch
+
+from nanote import checkpoint, parallel
+from nanote.own_model import is_file
+
+MAX_SKIPPED = 10  # steps of a process; one that skips more raises Diverged
+
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets)
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+               "A100": 312, "L40S": 362, "L4": 121, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165}
+
+
+class Diverged(RuntimeError):
+    """Too many losses or gradient norms, or a validation loss, are not finite; the run stops."""
+
+
+class StepMeter:
+    """The losses and gradient norms of steps, and the time that the steps take. Every rank has one."""
+
+    def __init__(self, config, model, loader, skipped_before: list[int], say):
+        """skipped_before: steps that the run skipped before it was resumed. `say`: prints a line."""
+        self.folder = config.out_dir
+        self.max_steps = config.max_steps
+        self.loader = loader
+        self.say = say
+        self.flops_per_token = None  # if known
+        if loader.device.type == "cuda" and not is_file(config.model):
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            self.flops_per_token = flops_per_token(model.config, parameters, config.seq_len)
+        self.pending = []  # (step, loss, gradient norm) of the steps since the last `collect`, on the device
+        self.last_finite = None  # (loss, gradient norm) of the last step that was not skipped
+        self.skipped = []  # steps
+        self.skipped_before = list(skipped_before)
+        self.without_labels = set()  # steps that changed nothing
+        self.clock = Clock()
+
+    @property
+    def all_skipped(self) -> list[int]:
+        """The steps that the run has skipped, in this process and before."""
+        return self.skipped_before + self.skipped
+
+    def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
+        self.pending.append((step, loss, norm))
+        self.clock.steps += 1
+
+    def add_without_labels(self, step: int) -> None:
+        """Note a step in which no token of any rank is a label, so that it changed nothing."""
+        self.without_labels.add(step)
+        self.say(f"step {step}: no token is a label: skipped")
+
+    def collect(self, step: int) -> None:
+        """Read the losses and gradient norms up to `step`, which waits for the device, and say which steps
+        were skipped: those where one is not finite. Raise Diverged after too many of them. Collective."""
+        reason = ""  # of the last skipped step
+        for pending_step, loss, norm in self._pending_values():
+            if math.isfinite(loss) and math.isfinite(norm):
+                self.last_finite = loss, norm
+                continue
+            self.skipped.append(pending_step)
+            reason = f"step {pending_step}: loss {loss}, gradient norm {norm}"
+            if len(self.skipped) > MAX_SKIPPED:
+                raise self._diverged(reason)
+            self.say(f"{reason}: skipped ({len(self.skipped)} of {MAX_SKIPPED})")
+        has_no_finite_step = reason and self.last_finite is None
+        if has_no_finite_step and step == self.max_steps:
+            raise self._diverged(reason)
+        self.pending.clear()
+        self.clock.stop()  # until `restart_clock`
+
+    def _pending_values(self) -> list[tuple[int, float, float]]:
+        """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
+        if not self.pending:
+            return []
+        # Both are summed over ranks. A loss is this rank's share already; a norm is the same on every rank.
+        count = self.loader.ranks.count
+        shares = torch.stack([torch.stack((loss, norm / count)) for _, loss, norm in self.pending])
+        values = parallel.sum_over_ranks(shares).tolist()
+        return [(step, loss, norm) for (step, _, _), (loss, norm) in zip(self.pending, values)]
+
+    def _diverged(self, reason: str) -> Diverged:
+        """Return the error that ends the run, with the checkpoint to go back to."""
+        good = checkpoint.last_good(self.folder, self.skipped[-1], self.all_skipped)
+        before = len(self.skipped) - 1
+        return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
+
+    def has_result(self, step: int) -> bool:
+        """Return whether there is anything to log of a step: not until a step was finite."""
+        return self.last_finite is not None or step in self.without_labels
+
+    def take_record(self, step: int, lr: float) -> dict:
+        """Return the line of metrics.jsonl about the steps since the last one; call `collect` first. The loss
+        is that of the last finite step; None if no step was finite yet, or if this one had no label."""
+        loss = None
+        norm = None
+        if self.last_finite is not None and step not in self.without_labels:
+            loss, norm = self.last_finite
+        device = self.loader.device
+        tokens_per_s = self.loader.tokens_per_step * self.clock.take_steps_per_s()
+        mfu = None
+        peak_gib = None
+        if device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+            peak = peak_flops(device)
+            has_trained = tokens_per_s > 0  # else no step since the last record had a label
+            if peak and self.flops_per_token and has_trained:
+                mfu = tokens_per_s * self.flops_per_token / (peak * self.loader.ranks.count)
+        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
+                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
+
+    def restart_clock(self) -> None:
+        """Start the clock of training time again, after logging, evaluation and checkpoint."""
+        self.clock.start()
+
+
+class Clock:
+    """The time of training steps, without that of logging, evaluation and checkpoints."""
+
+    def __init__(self):
+        self.seconds = 0.0  # of `steps`
+        self.steps = 0
+        self.start()
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds += time.perf_counter() - self.started
+
+    def take_steps_per_s(self) -> float:
+        """Return the steps per second since the last call."""
+        steps_per_s = self.steps / self.seconds
+        self.seconds = 0.0
+        self.steps = 0
+        return steps_per_s
+
+
+def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
+    """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
+    N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
+    layers, C = heads times head dimension, T = seq_len."""
+    if not getattr(model_config, "use_rotary", False):
+        parameters -= model_config.n_positions * model_config.n_embd
+    if not model_config.tie_embeddings:
+        parameters -= model_config.vocab_size * model_config.n_embd
+    head_dim = getattr(model_config, "head_dim", None) or model_config.n_embd // model_config.n_head
+    return 6 * parameters + 12 * model_config.n_layer * model_config.n_head * head_dim * seq_len
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, tflops in PEAK_TFLOPS.items():
+        if part in name:
+            return 1e12 * tflops
+    return None
