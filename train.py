@@ -77,7 +77,7 @@ def main(config: TrainConfig) -> None:
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
     with (checkpoint.locked(config.out_dir),
           checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints) as checkpoints):
-        parallel.on_rank0(lambda: run_folder.start_logs(config, source, loader.first_step))
+        parallel.on_rank0(lambda: run_folder.prepare_files(config, source, loader.first_step))
         last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta)
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
@@ -113,9 +113,9 @@ def make_step(config, model, optimizer, gradients) -> StepFunctions:
         # The first micro-batch overwrites the gradients of the last step, so that nothing zeroes them; after
         # the last micro-batch ranks reduce their sums.
         with gradients.accumulate(is_first_microbatch, is_last_microbatch):
-            # Gradients are summed over micro-batches and ranks. The divisor makes the sum that of the step's
-            # mean loss: labels of the step / labels of this micro-batch, so grad_accum * ranks if no label is
-            # masked.
+            # The model returns the mean loss of the micro-batch. Gradients are summed over micro-batches and
+            # ranks, and the divisor makes this sum the gradient of the step's mean loss: the step's number of
+            # labels / the micro-batch's. If no label is masked, it is grad_accum * ranks.
             loss = model(*batch.inputs, **options) / batch.divisor
             # A loss that is not finite can have finite gradients. Here they become NaN, since 0 * inf is NaN,
             # and through the reduction every rank sees a norm that is NaN and skips the step.
@@ -177,7 +177,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
     log.say_start(model, optimizer.not_sharded_reason)
     meter = StepMeter(config, model, loader, resumed_meta.get("skipped", []), log.say)
     profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
-    step = loader.first_step - 1
+    step = loader.first_step - 1  # if none is left
     with closing(stop), closing(log), profiler:
         for step in range(loader.first_step, config.max_steps + 1):
             lr = learning_rate(step, config)
@@ -335,9 +335,13 @@ def load_init_from(config, model, optimizer, data: dict) -> dict:
     return meta if has_all_tensors else {}
 
 
+# With another value of these, scales are for another format or for other layers.
+SCALE_OPTIONS = ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
+
+
 def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -> bool:
     """Return whether first scales must be found: delayed scaling has none, or those of a checkpoint are for
-    another format, for other layers, or for smaller gradients (more tokens a step).
+    another format, for other layers, or for the smaller gradients of a step of more tokens.
 
     scales_meta: meta.json of the run whose scales were loaded; {}: none were.
     """
@@ -345,10 +349,10 @@ def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -
         return False
     if not scales_meta or recipes.is_fresh(model):
         return True
-    if tokens_per_step < scales_meta.get("tokens_per_step", 0):  # gradients are larger now
+    if tokens_per_step < scales_meta.get("tokens_per_step", 0):  # the loss is divided by fewer tokens
         return True
     saved_options = scales_meta["config"]
-    for name in ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last"):
+    for name in SCALE_OPTIONS:
         value = getattr(config, name)
         if saved_options.get(name, value) != value:
             return True

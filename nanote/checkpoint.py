@@ -202,8 +202,8 @@ def options_of_groups(optimizer) -> list[dict]:
 
 
 def write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
-    """Write this rank's file in the format of PyTorch's distributed checkpoints (DCP). DCP's own writer would
-    copy all tensors twice and hold the GIL."""
+    """Write this rank's file with the name and metadata of PyTorch's distributed checkpoints (DCP). DCP's own
+    writer would copy all tensors twice and hold the GIL."""
     path = folder / f"shard-{parallel.rank() + 1:05}-model-00001-of-00001.safetensors"
     sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}

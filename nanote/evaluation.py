@@ -9,7 +9,7 @@ from nanote.meter import Diverged
 
 
 @torch.no_grad()
-def evaluate(config, model, val_loader) -> float:
+def validation_loss(config, model, val_loader) -> float:
     """Return the mean validation loss in nats per token, over --eval-tokens tokens. Collective."""
     nats_and_labels = torch.zeros(2, dtype=torch.float64, device=val_loader.device)
     # Without gradients and in evaluation mode, torch.compile would compile the model a second time.
@@ -31,20 +31,20 @@ def evaluate(config, model, val_loader) -> float:
 def validate(config, model, val_loader, step: int) -> dict:
     """Return the fields of metrics.jsonl that an evaluation after `step` gives, the last step's also without
     FP8. Raise Diverged for a loss that is not finite."""
-    val_loss = evaluate(config, model, val_loader)
+    val_loss = validation_loss(config, model, val_loader)
     if not math.isfinite(val_loss):
         raise Diverged(f"step {step}: validation loss {val_loss}")
     record = val_record(val_loss, val_loader.meta)
     if step == config.max_steps and recipes.uses_fp8(model):
         with recipes.turned_off(model):
-            record["val_loss_without_fp8"] = evaluate(config, model, val_loader)
+            record["val_loss_without_fp8"] = validation_loss(config, model, val_loader)
     return record
 
 
 def evaluate_checkpoint(config, model, optimizer, val_loader, source) -> None:
     """Load the checkpoint `source`, and print its validation loss."""
     checkpoint.load(source, model, optimizer)  # with the optimizer's float32 masters and the FP8 scales
-    val_loss = evaluate(config, model, val_loader)
+    val_loss = validation_loss(config, model, val_loader)
     if parallel.rank() == 0:
         print(f"{source} on {config.data}: {describe_val_loss(val_loss, val_loader.meta)}")
 

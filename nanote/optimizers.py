@@ -26,7 +26,6 @@ class Optimizer:
         self.sharded_adam = None  # a nanote.peers.ShardedAdam, where each rank updates a part
         self.not_sharded_reason = ""  # why each rank of --parallel ddp updates all parameters
         self.capturable = fast_adam is not None  # a CUDA graph can capture `step`
-        self.lr = None  # of the last `set_lr`
 
     @property
     def param_groups(self) -> list[dict]:
@@ -41,7 +40,6 @@ class Optimizer:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group, times its "lr_factor" if it has one."""
-        self.lr = lr
         for group in self.param_groups:
             group_lr = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):

@@ -42,7 +42,7 @@ def is_taken(folder: str) -> bool:
     return bool(os.listdir(folder)) and not os.path.exists(f"{folder}/config.json")
 
 
-def start_logs(config, source: Path | None, first_step: int) -> None:
+def prepare_files(config, source: Path | None, first_step: int) -> None:
     """Cut the logs of a run to the checkpoint that it continues, and write config.json. ValueError if
     another process has written a newer checkpoint."""
     folder = config.out_dir

@@ -171,16 +171,17 @@ def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_gro
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: dict, weight) -> None:
-    """Restore the state of one parameter from `stored`, {name in its state: tensor}, which is changed.
-    `weight`: the parameter as it is stored."""
+    """Restore the state of one parameter from `stored`, {name in its state: tensor}. `weight`: the parameter
+    as it is stored."""
     state = optimizer.state[parameter]
     if stored and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
         optimizer.initialize_state(parameter, False)  # else it allocates in its first step
+    values = dict(stored)
     if not has_master(parameter):
-        stored.pop("master_param", None)
+        values.pop("master_param", None)
     elif "master_param" in state and "master_param" not in stored:  # of a float32 run
-        stored["master_param"] = weight.float()
-    for key, value in stored.items():
+        values["master_param"] = weight.float()
+    for key, value in values.items():
         current = state.get(key)
         if key.endswith(NUMBER):
             state[key.removesuffix(NUMBER)] = value.item()
@@ -210,8 +211,9 @@ def join_remainder(weight, remainder) -> torch.Tensor:
 def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
     """Split float32 into (BF16, int16); `join_remainder` restores it bit for bit."""
     bits = master.contiguous().view(torch.int32)
-    remainder = bits.to(torch.int16)
-    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
+    remainder = bits.to(torch.int16)  # the lower half, as a signed number
+    upper = (bits - remainder) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), remainder
 
 
 # ---------------------------------------------------------------- random number generators
