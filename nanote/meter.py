@@ -41,7 +41,9 @@ class StepMeter:
         self.skipped = []  # steps
         self.skipped_before = list(skipped_before)
         self.without_labels = set()  # steps that changed nothing
-        self.clock = Clock()
+        self.steps = 0  # since the last record
+        self.seconds = 0.0  # of these steps, without logging, evaluation and checkpoints
+        self.restart_clock()
 
     @property
     def all_skipped(self) -> list[int]:
@@ -51,7 +53,7 @@ class StepMeter:
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
         self.pending.append((step, loss, norm))
-        self.clock.steps += 1
+        self.steps += 1
 
     def add_without_labels(self, step: int) -> None:
         """Note a step in which no token of any rank is a label, so that it changed nothing."""
@@ -75,7 +77,7 @@ class StepMeter:
         if has_no_finite_step and step == self.max_steps:
             raise self._diverged(reason)
         self.pending.clear()
-        self.clock.stop()  # until `restart_clock`
+        self.seconds += time.perf_counter() - self.clock_started
 
     def _pending_values(self) -> list[tuple[int, float, float]]:
         """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
@@ -104,8 +106,10 @@ class StepMeter:
         norm = None
         if self.last_finite is not None and step not in self.without_labels:
             loss, norm = self.last_finite
+        tokens_per_s = self.loader.tokens_per_step * self.steps / self.seconds
+        self.steps = 0
+        self.seconds = 0.0
         device = self.loader.device
-        tokens_per_s = self.loader.tokens_per_step * self.clock.take_steps_per_s()
         mfu = None
         peak_gib = None
         if device.type == "cuda":
@@ -118,30 +122,8 @@ class StepMeter:
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
 
     def restart_clock(self) -> None:
-        """Start the clock of training time again, after logging, evaluation and checkpoint."""
-        self.clock.start()
-
-
-class Clock:
-    """The time of training steps, without that of logging, evaluation and checkpoints."""
-
-    def __init__(self):
-        self.seconds = 0.0  # of `steps`
-        self.steps = 0
-        self.start()
-
-    def start(self) -> None:
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        self.seconds += time.perf_counter() - self.started
-
-    def take_steps_per_s(self) -> float:
-        """Return the steps per second since the last call."""
-        steps_per_s = self.steps / self.seconds
-        self.seconds = 0.0
-        self.steps = 0
-        return steps_per_s
+        """Start the clock of training time, at first and after logging, evaluation and checkpoint."""
+        self.clock_started = time.perf_counter()
 
 
 def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
