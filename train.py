@@ -168,7 +168,7 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
 
     resumed_meta: meta.json of the checkpoint that the run continues, {} for a new run.
     """
-    eager = make_step(config, model, optimizer, gradients)
+    eager = make_step(config, model, optimizer, gradients)  # launched from Python, kernel by kernel
     functions = eager
     if config.uses_cuda_graph(recipes.has_fp8_gpu(loader.device)):  # without these lines it trains as well
         functions = with_cuda_graphs(eager, model, optimizer)
