@@ -10,6 +10,7 @@ import itertools
 import os
 import shlex
 import shutil
+import textwrap
 from dataclasses import dataclass
 
 from nanote import config
@@ -155,15 +156,16 @@ def engine_of(pair: RefusedPair):
 
 # ---------------------------------------------------------------- the page
 
-PAGE = """# What goes with what
+PAGE = """# Which options go together?
 
-`python bench/pairs.py` trains every two of these options together, on every engine, and tries each pair that
-is refused:
+```text
+$ python train.py --parallel fsdp --compile
+train.py: --parallel fsdp: does not go with --compile: not tested with sharded weights; leave one of them out
+```
 
-{options}
+All pairs go together but those in these tables, which are refused.
 
-The tables are those of the code: `python bench/pairs.py --page` writes them from `REFUSED` in
-`nanote/config.py` and from the configs of the model files.
+{trained}
 
 ## Options that exclude each other
 
@@ -175,16 +177,19 @@ The tables are those of the code: `python bench/pairs.py --page` writes them fro
 type is refused.
 
 {lacked}
+
+`python bench/pairs.py --page` writes this page from `REFUSED` in `nanote/config.py` and the configs of the
+model files.
 """
 
 
 def page(options) -> str:
     """Return the text of guide/pairs.md. `options`: those that are trained in pairs."""
-    lines = []
-    for option in options:
-        text = option if option in ("layout", "data") else f"`{config.flag(option)}`"
-        lines.append(f"- {text}")
-    return PAGE.format(options="\n".join(lines), refused=refused_table(), lacked=lacked_table())
+    names = [option if option in ("layout", "data") else f"`{config.flag(option)}`" for option in options]
+    trained = ("`python bench/pairs.py` trains every two of these options on every engine, and tries each "
+               f"pair that is refused: {', '.join(names)}.")
+    trained = textwrap.fill(trained, 110, break_on_hyphens=False)
+    return PAGE.format(trained=trained, refused=refused_table(), lacked=lacked_table())
 
 
 def refused_table() -> str:
