@@ -101,11 +101,8 @@ def take_lock(file, run_dir) -> None:
 # ---------------------------------------------------------------- writing
 
 class Checkpoints:
-    """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older.
-
-    `with Checkpoints(...) as checkpoints:` ends when the last checkpoint is written, with an OSError if it is
-    not.
-    """
+    """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older. The
+    end of `with Checkpoints(...)` waits for the last one, and raises its OSError if it was not written."""
 
     def __init__(self, run_dir, keep: int):
         self.run_dir = Path(run_dir)
@@ -150,8 +147,8 @@ class Checkpoints:
             raise self.failure
 
     def pop_error(self, wait: bool = False) -> OSError | None:
-        """Return the error of the last checkpoint if it was not written, and forget it. wait: also that of a
-        checkpoint that is being written."""
+        """Return the error of the last checkpoint if it was not written, and forget it. wait: for the end of
+        its writing."""
         if wait:
             self.wait()
         failure = self.failure

@@ -64,8 +64,6 @@ class Log:
             with self._reporting(f"--wandb {config.wandb}"):
                 self.boards["wandb"] = open_wandb(self.folder, vars(config))
 
-    # ------------------------------------------------------------ lines
-
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
         if not self.is_writer:
@@ -79,8 +77,7 @@ class Log:
             pass  # a full disk does not stop a run
 
     def say_start(self, model, not_sharded_reason: str) -> None:
-        """Say what is trained, on what and how. not_sharded_reason: why each rank updates all weights, if it
-        does."""
+        """Say what is trained, on what and how. not_sharded_reason: of an Optimizer, or ""."""
         config = self.config
         loader = self.loader
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
@@ -120,8 +117,6 @@ class Log:
         """Let the progress bar show that a step is done."""
         self.step = step
         self.bar.update()
-
-    # ------------------------------------------------------------ records
 
     def write(self, record: dict) -> None:
         """Write a line of metrics.jsonl, and show it."""
