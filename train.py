@@ -27,14 +27,14 @@ from pathlib import Path
 import torch
 
 from nanote import checkpoint, logs, models, parallel, profiling, recipes, run_folder, transfer
-from nanote.command import in_a_line, run_command
-from nanote.config import TrainConfig
+from nanote.command import error_line, run_command
+from nanote.config import TrainConfig, is_model_file
 from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import print_val_loss, validate
 from nanote.fp8_state import FP8State
 from nanote.optimizers import clipping_scale, make_optimizer
-from nanote.options import read_options
-from nanote.own_model import check_first_pass, is_file
+from nanote.options import read_config
+from nanote.own_model import check_first_pass
 from nanote.schedule import learning_rate, report_long_warmup
 from nanote.tokens import Loader, check_tokenizer
 
@@ -57,7 +57,7 @@ def main(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
     model = build_model(config, device, resumed_meta.get("model_config"))
-    if is_file(config.model):  # a loss of another shape would else end the first step in a traceback
+    if is_model_file(config.model):  # a loss of another shape would else end the first step in a traceback
         check_first_pass(model, loader.batches(1)[0].inputs)  # also finds which of its GEMMs run in FP8
     if config.compile:
         compile_model(config, model, loader)
@@ -352,7 +352,7 @@ def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -
 
 def run(argv=None) -> int:
     """Run a command line; return 0, or 1 for a run that diverged or ran out of memory."""
-    config = read_options(argv, parallel.folder_before_restart())
+    config = read_config(argv, parallel.folder_before_restart())
     try:
         main(config)
     except logs.Diverged as error:
@@ -360,7 +360,7 @@ def run(argv=None) -> int:
         return 1
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / 2**30
-        print(f"train.py: out of GPU memory after a peak of {peak:.1f} GiB: {in_a_line(error)}\n"
+        print(f"train.py: out of GPU memory after a peak of {peak:.1f} GiB: {error_line(error)}\n"
               f"halve --micro-batch-size {config.micro_batch_size} and double --grad-accum, or pass "
               "--gradient-checkpointing, --loss-chunks 8 or --moment-dtype bfloat16", file=sys.stderr)
         return 1

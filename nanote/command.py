@@ -53,7 +53,7 @@ def run_command(main, prog: str) -> int:
         sys.stdout.flush()
     except OSError as error:  # nobody reads it, or the disk is full
         if code == 0 and not isinstance(error, BrokenPipeError):
-            message = f"stdout: {in_a_line(error)}"
+            message = f"stdout: {error_line(error)}"
         code = code or 1
         silence(sys.stdout)
     try:
@@ -76,7 +76,7 @@ def _call(main) -> tuple[int, str]:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
-        return 2, in_a_line(error)
+        return 2, error_line(error)
     except KeyboardInterrupt as stop:
         return 130, str(stop) or "interrupted"
 
@@ -113,7 +113,7 @@ class NamedStream:
             raise
 
 
-def in_a_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type if it has none."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import checkpoint, health, models, own_model, parallel
-from nanote.command import in_a_line
+from nanote import checkpoint, health, models, parallel
+from nanote.command import error_line
+from nanote.config import is_model_file
 
 MAX_SKIPPED = 10  # steps of a process; one that skips more raises Diverged
 MAX_EPOCHS = 10  # a run of more epochs says so
@@ -154,7 +155,7 @@ class Log:
         """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
         config = self.config
         loader = self.loader
-        if loader.device.type == "cuda" and not own_model.is_file(config.model):
+        if loader.device.type == "cuda" and not is_model_file(config.model):
             size = sum(parameter.numel() for parameter in model.parameters())
             self.flops = flops_per_token(model.config, size, config.seq_len)
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
@@ -368,7 +369,7 @@ class Log:
         try:
             yield
         except Exception as error:  # of many kinds; none of them is worth the run
-            reason = in_a_line(error)
+            reason = error_line(error)
             if isinstance(error, ModuleNotFoundError):
                 reason = f"{error.name} is not installed; pip install {error.name}"
             self.say(f"step {self.step}: {what} is not written: {reason}; training continues")
@@ -386,7 +387,8 @@ def read_metrics(path) -> list[dict]:
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if line.endswith(b"\n"):
-                raise ValueError(f"{path}:{number}: damaged ({in_a_line(error)}); remove this line") from None
+                raise ValueError(f"{path}:{number}: damaged ({error_line(error)}); remove this line"
+                                 ) from None
     return records
 
 

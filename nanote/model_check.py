@@ -27,7 +27,8 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from nanote import engine, models, own_model, recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
+from nanote.config import is_model_file
 from nanote.health import runs_in_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def check_model(name):
         model = build(edited)
         twin = build(edited, use_fp8=False)
     except Exception as error:  # whatever the user's file raises
-        reason = f"{type(error).__name__}: {in_a_line(error)}"
+        reason = f"{type(error).__name__}: {error_line(error)}"
         raise ValueError(f"--model {name}: cannot be built: {reason}") from error
     batch = make_batch(0, edited.config)
     own_model.check_first_pass(twin, batch)
@@ -93,7 +94,7 @@ def check_model(name):
 
 def find_models(name):
     """Return the Candidate of a file and that of the file of the kit that it started from."""
-    if not own_model.is_file(name):
+    if not is_model_file(name):
         raise ValueError(f"--model {name}: must be path/to/file.py:Class, as in my_model.py:MyModel")
     try:
         own_model.load_file(name)
@@ -283,7 +284,7 @@ def pass_errors(model):
         where = type(model).__name__
         for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost is the last
             where = names.get(id(frame.f_locals.get("self")), where)
-        raise PassError(f"{where}: only in FP8: {type(error).__name__}: {in_a_line(error)}") from error
+        raise PassError(f"{where}: only in FP8: {type(error).__name__}: {error_line(error)}") from error
 
 
 class Sums:
@@ -487,5 +488,5 @@ def find_graph_break(model, batch) -> str:
             torch.compile(model, backend="eager", fullgraph=True)(*batch)
     except Exception as error:  # also what the user's file raises under torch.compile only
         stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-        return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}: {in_a_line(error)}"
+        return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}: {error_line(error)}"
     return ""

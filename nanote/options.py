@@ -1,6 +1,6 @@
 """Where the options of train.py come from: the command line, a --config file, a checkpoint, a preset.
 
-`read_options` merges their dictionaries, of which the last one that has an option wins, into a TrainConfig.
+`read_config` merges their dictionaries, of which the last one that has an option wins, into a TrainConfig.
 tyro parses the command line, once, and nothing else. Values in JSON and YAML are read by `read_value`.
 """
 import contextlib
@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from nanote.command import in_a_line, parse
+from nanote.command import error_line, parse
 from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag
 
 TYPES = get_type_hints(TrainConfig)
@@ -36,7 +36,7 @@ MUST_MATCH = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vo
     optimizer""".split()
 
 
-def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
+def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
     """Return the options of train.py.
 
     They come from five places, of which a later one wins: the defaults of TrainConfig, the preset, the
@@ -196,7 +196,7 @@ def read_file(path: str) -> tuple[dict, bool]:
         if is_of_run:
             options = json.loads(content)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
+        raise ValueError(f"--config {path}: neither JSON nor YAML: {error_line(error)}") from None
     if not isinstance(options, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
     if is_of_run:

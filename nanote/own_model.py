@@ -24,16 +24,11 @@ from pathlib import Path
 import torch
 
 from nanote import recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.config import TrainConfig, flag
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named
-
-
-def is_file(name: str) -> bool:
-    """Return whether a model's name is path/to/file.py:Class."""
-    return ".py:" in name
 
 
 def load_file(name: str) -> None:
@@ -244,7 +239,7 @@ def _problem_of_error(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((library, "<"))]
     where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
-    problem = f"forward(input_ids, labels) raised {type(error).__name__} at {where}: {in_a_line(error)}"
+    problem = f"forward(input_ids, labels) raised {type(error).__name__} at {where}: {error_line(error)}"
     if "-100" in str(error) or "device-side assert" in str(error):
         return problem.rstrip(".") + "; ignore labels of -100: cross_entropy(…, ignore_index=-100)"
     return problem
@@ -252,7 +247,7 @@ def _problem_of_error(error: Exception) -> str:
 
 def reason_of_graph_break(error: Exception) -> str:
     """Return what torch.compile cannot trace, in one line: file:line of the model's code, and the reason."""
-    reason = in_a_line(getattr(error, "inner_exception", error))
+    reason = error_line(getattr(error, "inner_exception", error))
     _, _, users_frames = str(error).partition("from user code:")
     frames = re.findall(r'File "(.+)", line (\d+)', users_frames)
     if frames:

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanote.command import in_a_line, run_command
+from nanote.command import error_line, run_command
 from nanote.config import PRESETS, TrainConfig
-from nanote.options import read_options
+from nanote.options import read_config
 from trainer_tools import OPTIONS, ROOT, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -28,7 +28,7 @@ def finished(tmp_path_factory, tokens):
 
 
 def options(text: str) -> TrainConfig:
-    return read_options(text.split())
+    return read_config(text.split())
 
 
 def error_of(text: str) -> str:
@@ -62,8 +62,8 @@ def test_help_explains_every_option_at_its_preset(capsys):
 
 
 def test_help_ends_in_a_terminal_of_one_column():
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanote.options import read_options"
-    done = subprocess.run([sys.executable, "-c", f"{code}; read_options(['--help'])"], timeout=60, text=True,
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanote.options import read_config"
+    done = subprocess.run([sys.executable, "-c", f"{code}; read_config(['--help'])"], timeout=60, text=True,
                           capture_output=True, env=os.environ | {"COLUMNS": "1"})
     assert done.returncode == 0 and "--fp8-health-interval" in done.stdout
 
@@ -208,7 +208,7 @@ def test_options_of_version_0_1_are_dropped_or_named(finished, capsys):
 def test_a_restart_by_torchrun_stays_in_the_folder():
     """Of a run without a checkpoint; with one: test_parallel.py."""
     Path("begun").mkdir()
-    config = read_options("--n-layer 1 --preset tiny --max-steps 9".split(), "begun")
+    config = read_config("--n-layer 1 --preset tiny --max-steps 9".split(), "begun")
     expected = PRESETS["tiny"] | {"n_layer": 1, "max_steps": 9, "out_dir": "begun"}
     assert config == TrainConfig(**expected)
 
@@ -229,7 +229,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys):
         assert capsys.readouterr().err == line
     with pytest.raises(RuntimeError):  # not a user's mistake: the traceback is needed
         run_command(Mock(side_effect=RuntimeError), "x.py")
-    assert in_a_line(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
+    assert error_line(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
 
 
 SCRIPT = """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.training_state import parameter_name
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({in_a_line(error)}); copy the file again") from error
+        raise ValueError(f"{path}: not JSON ({error_line(error)}); copy the file again") from error
 
 
 # ---------------------------------------------------------------- configurations
