@@ -145,7 +145,7 @@ def make_step(config, model, optimizer, gradients, device) -> StepFunctions:
         from nanote.graphs import CudaGraph
 
         def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
-            return [*recipes.kept_state(model), *fp8_state.kept_tensors()]
+            return [*recipes.kept_tensors(model), *fp8_state.kept_tensors()]
 
         # One graph for each pair (first, last). The first two calls of a pair run from Python, then it is
         # captured. Gradients, moments and learning rate are tensors, whose new values a replay reads.

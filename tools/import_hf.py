@@ -116,8 +116,8 @@ def recognize_tokenizer(folder: Path, hf) -> str:
 
 def has_chat_template(folder: Path) -> bool:
     """Return whether the folder's tokenizer has a chat template, for sample.py --chat."""
-    is_file = (folder / "chat_template.jinja").is_file()
-    return is_file or "chat_template" in read_json(folder / "tokenizer_config.json")
+    has_file = (folder / "chat_template.jinja").is_file()
+    return has_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
 def read_model(folder: Path, rows: int):
