@@ -70,8 +70,9 @@ def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
         options |= read_fields(config.set, config_class, saved)
     fields = field_names(config_class)
     check_support(config, use_fp8, model_class, fields)
-    refused_elsewhere = REFUSED_ELSEWHERE if name == "fast" else set()
-    ignored = ignored_options(config, fields | refused_elsewhere)
+    if name == "fast":
+        fields |= REFUSED_ELSEWHERE
+    ignored = ignored_options(config, fields)
     if ignored:
         print_ignored(config, ignored)
     return make_model_config(name, options)
@@ -146,7 +147,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
         return options["model"], ""
     if options["model"] == "auto" and torch.device(device).type != "cuda":
         return "optimized", "there is no GPU"
-    reason = _reason_against_fast(options, dtype)
+    reason = fast_unsupported_reason(options, dtype)
     if reason and options["model"] == "fast":
         raise ValueError(f"--model fast: {reason}; pass --model optimized")
     if reason:
@@ -154,7 +155,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     return "fast", ""
 
 
-def _reason_against_fast(options: dict, dtype) -> str:
+def fast_unsupported_reason(options: dict, dtype) -> str:
     """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not is_interpreted:
