@@ -11,16 +11,27 @@ CUDA graph where that is possible. MXFP8 and NVFP4 are in the table on a GPU tha
 (Blackwell).
 
 Arms:
-- plain     bench/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
-            plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with
-            mode="reduce-overhead". nanoGPT itself: python bench/nanogpt.py PATH
-- bf16, fp8 exactly as train.py trains, on Hopper model_te_fast.py: without FP8, and with delayed scaling
-            (HYBRID). Suffixes change it: -e4m3, -current, -block, -mxfp8, -nvfp4 (another format or recipe;
-            the last two need Blackwell), -block-hybrid (E5M2 gradients), -fused, -te, -custom, -advanced
-            (another model file), -eager (no CUDA graph), -te_modules (model_te_optimized), -sdpa,
-            -te_attention (another attention), -libraries (that, and SDPA), -accum4 (micro-batches per step),
-            -muon. To save memory: -bf16_moments, -float32_masters, -loss4 (chunks of the loss),
-            -checkpointing (gradient checkpointing).
+    plain                   bench/plain_gpt.py in float32 under BF16 autocast, compiled, PyTorch's fused AdamW
+    plain-eager             not compiled
+    plain-by-hand           not compiled, and without SDPA
+    plain-graph             compiled with mode="reduce-overhead"
+    bf16                    as train.py trains, on Hopper model_te_fast.py, without FP8
+    fp8                     the same with delayed scaling, HYBRID
+
+Suffixes of bf16 and fp8, such as fp8-current-eager (nanoGPT itself: python bench/nanogpt.py PATH):
+
+    -current -block         --fp8-recipe; -mxfp8 and -nvfp4 need Blackwell
+    -e4m3 -hybrid           --fp8-format, as in fp8-block-hybrid
+    -te_modules             --model optimized; -fused -te -custom -advanced: the other files
+    -sdpa -te_attention     --attention
+    -libraries              -te_modules and -sdpa
+    -eager                  --cuda-graph off
+    -accum4                 --grad-accum 4
+    -muon                   --optimizer muon
+    -bf16_moments           --moment-dtype bfloat16
+    -float32_masters        --no-param-remainders
+    -loss4                  --loss-chunks 4
+    -checkpointing          --gradient-checkpointing
 
 The baseline, plain, stays in memory, and an arm's steps are timed in turns with its steps: `ratio_to_plain`
 comes from these. Times are medians between CUDA events. Before anything is timed, an arm's loss, gradient
@@ -52,23 +63,21 @@ MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "swee
 @dataclass
 class Options:
     shapes: tuple[str, ...] = ()  # Measure these shapes of guide/speed.md, or all, against arm plain.
+    # gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
+    # biases. By default gpt2, and for three shapes modern too.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
-    """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
-    biases. By default gpt2, and for three shapes modern too."""
     arms: tuple[str, ...] = ()  # By default all of the table or block; for llama3-8b, fp8 and fp8-accum4.
     steps: int = 20  # Steps to time, of each arm.
     json: Path | None = None  # Write the rows here; those of other shapes, blocks and arms in the file stay.
-    preset: str | None = None
-    """A preset of train.py as the shape: its micro-batch and sequence, without gradient accumulation."""
+    preset: str | None = None  # A preset of train.py as the shape, without gradient accumulation.
+    # The shape of the table of formats: layers, width, heads, batch, sequence; default: 4 768 12 8 512.
     shape: tuple[int, int, int, int, int] | None = None
-    """The shape of the table of formats: layers, width, heads, batch, sequence; default: 4 768 12 8 512."""
     sweep: bool = False  # FP8 against BF16 over width and tokens per step.
-    stack: bool = False
-    """From plain PyTorch to this kit, one change at a time; at the first of --shapes if given."""
+    stack: bool = False  # From plain PyTorch to this kit, change by change, at the first of --shapes.
     compile: bool = False  # torch.compile's modes on the five models.
+    # Seconds for --sweep and --compile. What does not fit is marked "not run"; run the same command again to
+    # continue, since these two skip the rows that --json already holds.
     time_budget: int = 170
-    """Seconds for --sweep and --compile. What does not fit is marked "not run"; run the same command again to
-    continue, since these two skip the rows that --json already holds."""
 
 
 def check_shape(shape):
@@ -78,17 +87,23 @@ def check_shape(shape):
                          "the width a multiple of the heads, batch x sequence of 16; 4 768 12 8 512 works")
 
 
-def check_options(options) -> str:
-    """Return the mode (a key of MODES) that the options ask for; ValueError for options that contradict."""
-    modes = [name for name in ("shape", "stack", "shapes", "sweep", "compile", "preset")
-             if getattr(options, name)]
-    if len(modes) > 1 and modes != ["stack", "shapes"]:
+def pick_mode(options) -> str:
+    """Return the key of MODES that the options ask for. ValueError for two."""
+    modes = [name for name in MODES if getattr(options, name)]
+    if options.stack and options.shapes:  # --stack measures at the first of them
+        modes.remove("shapes")
+    if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]}: one at a time")
+    return modes[0] if modes else "shape"
+
+
+def check_options(options, mode: str) -> None:
+    """Raise ValueError for an option that is wrong, or of no use to the mode."""
     known = [*SHAPES] if options.stack else [*SHAPES, "all"]
     for name in options.shapes:
         if name not in known:
             raise ValueError(f"--shapes {name!r}: unknown; use {', '.join(known)}")
-    if options.blocks and (not modes or modes == ["shape"]):
+    if options.blocks and mode == "shape":
         raise ValueError("--blocks: the table of formats has none; add --shapes guide, for example")
     if options.preset and options.preset not in PRESETS:
         raise ValueError(f"--preset {options.preset!r}: unknown; use {', '.join(PRESETS)}")
@@ -99,12 +114,12 @@ def check_options(options) -> str:
     for arm in options.arms:
         arm_config(arm, TrainConfig())
     check_output(options.json)
-    return modes[0] if modes else "shape"
 
 
 def main(argv=None) -> int:
     options = parse(Options, argv, "benchmark_te.py", __doc__)
-    mode = check_options(options)
+    mode = pick_mode(options)
+    check_options(options, mode)
     device = pick_device("auto")
     print(f"{recipes.describe()}, torch {torch.__version__}")
     if device.type != "cuda":

@@ -73,8 +73,10 @@ class Text(Options):
 
     def documents(self, left_out):
         from nanote.corpus import text_documents
-        columns = [self.column] if isinstance(self.column, str) else self.column
-        return text_documents(self.files, columns, left_out)
+        return text_documents(self.files, self.columns(), left_out)
+
+    def columns(self):
+        return [self.column]
 
 
 @dataclass(kw_only=True)
@@ -100,6 +102,9 @@ class Hf(Options):
 class Sft(Text):
     """A prompt and an answer per row, for finetuning: only the answer and its end are learned."""
     column: tuple[str, str] = ("prompt", "answer")  # Fields of the prompt and the answer.
+
+    def columns(self):
+        return list(self.column)
 
 
 @dataclass(kw_only=True)

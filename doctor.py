@@ -145,11 +145,8 @@ def check_torch():
     name = f"PyTorch {torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
     gpus, _ = query_gpus("name")
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not torch.cuda.is_available() and not gpus:
-        yield "ok", name, ""
-        return
-    if not torch.cuda.is_available() and is_hidden:
-        yield "ok", f"{name}; CUDA_VISIBLE_DEVICES hides the GPU", ""
+    if not torch.cuda.is_available() and (is_hidden or not gpus):
+        yield "ok", f"{name}; CUDA_VISIBLE_DEVICES hides the GPU" if gpus else name, ""
         return
     if not cuda:
         yield "fail", f"{name}, but there is a GPU", CUDA_TORCH

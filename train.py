@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from nanote import checkpoint, models, parallel, profiling, recipes, run_folder, transfer
-from nanote.command import in_a_line, run_command
-from nanote.config import TrainConfig
+from nanote.command import error_line, run_command
+from nanote.config import TrainConfig, is_model_file
 from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import evaluate_checkpoint, validate
 from nanote.fp8_state import FP8State
@@ -36,8 +36,8 @@ from nanote.graphs import CudaGraph
 from nanote.logs import Log
 from nanote.meter import Diverged, StepMeter
 from nanote.optimizers import clip_coefficient, make_optimizer
-from nanote.options import read_options
-from nanote.own_model import check_first_pass, is_file
+from nanote.options import read_config
+from nanote.own_model import check_first_pass
 from nanote.schedule import learning_rate
 from nanote.tokens import Loader, check_tokenizer
 
@@ -142,7 +142,7 @@ def with_cuda_graphs(functions: StepFunctions, model, optimizer) -> StepFunction
     """Return the functions of a step as CUDA graphs: a replay launches all kernels of a function at once."""
 
     def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
-        return [*recipes.kept_state(model), *functions.fp8_state.kept_tensors()]
+        return [*recipes.kept_tensors(model), *functions.fp8_state.kept_tensors()]
 
     # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two calls of a pair run
     # from Python, then it is captured. Gradients, moments and learning rate are tensors, whose new values a
@@ -292,7 +292,7 @@ def build_model(config, device, model_config: dict | None = None):
 def prepare_model(config, model, loader) -> None:
     """Run a first pass of a model of your own, and of a compiled one. Raise ValueError for one that cannot
     train, or that has a graph break, where the first step would end in a traceback."""
-    if is_file(config.model):  # the pass also shows which of its GEMMs run in FP8
+    if is_model_file(config.model):  # the pass also shows which of its GEMMs run in FP8
         check_first_pass(model, loader.batches(1)[0].inputs)
     if not config.compile:
         return
@@ -363,7 +363,7 @@ def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -
 
 def run(argv=None) -> int:
     """Run a command line; return 0, or 1 for a run that diverged or ran out of memory."""
-    config = read_options(argv, parallel.folder_before_restart())
+    config = read_config(argv, parallel.folder_before_restart())
     try:
         main(config)
     except Diverged as error:
@@ -371,7 +371,7 @@ def run(argv=None) -> int:
         return 1
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / 2**30
-        print(f"train.py: out of GPU memory after a peak of {peak:.1f} GiB: {in_a_line(error)}\n"
+        print(f"train.py: out of GPU memory after a peak of {peak:.1f} GiB: {error_line(error)}\n"
               f"halve --micro-batch-size {config.micro_batch_size} and double --grad-accum, or pass "
               "--gradient-checkpointing, --loss-chunks 8 or --moment-dtype bfloat16", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
 from nanote import recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.engine import DelayedScaling, te
 
 HAS_GPU = torch.cuda.is_available()
@@ -202,9 +202,9 @@ def row_of(measure, **fields):
     try:
         return fields | measure()
     except ImportError as error:
-        return fields | {"why_not": f"not installed: {in_a_line(error)}"}
+        return fields | {"why_not": f"not installed: {error_line(error)}"}
     except Exception as error:  # whatever a kernel raises concerns its row only
-        return fields | {"why_not": in_a_line(error)}
+        return fields | {"why_not": error_line(error)}
 
 
 def errors_of(attend, inputs_and_grad, expected):

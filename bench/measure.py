@@ -20,7 +20,7 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import make_plain
 from bench.step import Training, arm_config, free, make_batches
 from nanote import recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.meter import flops_per_token, peak_flops
 from nanote.models import make_model_config
 
@@ -229,4 +229,4 @@ def attempt(arm, *args, **kwargs):
 
 def error_text(error) -> str:
     """Return the type and the first line of an error."""
-    return f"{type(error).__name__}: {in_a_line(error)}"
+    return f"{type(error).__name__}: {error_line(error)}"

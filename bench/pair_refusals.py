@@ -14,7 +14,7 @@ import textwrap
 from dataclasses import dataclass
 
 from nanote import config
-from nanote.command import in_a_line, run_command
+from nanote.command import error_line, run_command
 
 TINY = "--n-head 2 --n-embd 64 --seq-len 32 --eval-tokens 64 --device cpu"
 ONE_STEP = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"  # if it trains after all
@@ -136,7 +136,7 @@ def run_train(arguments: list[str]) -> tuple:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = run_command(lambda: train.run(arguments), "train.py")
     except (Exception, SystemExit) as error:
-        return type(error).__name__, in_a_line(error)
+        return type(error).__name__, error_line(error)
     return code, stderr.buffer.getvalue().decode().strip()
 
 

@@ -105,7 +105,7 @@ def append(path: str, record: dict) -> None:
 def work(job: dict, results: str) -> int:
     """Make the runs of a job. Rank 0 appends a line for each to the file `results`."""
     from nanote import parallel
-    from nanote.command import in_a_line
+    from nanote.command import error_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(job["folder"])
@@ -121,7 +121,7 @@ def work(job: dict, results: str) -> int:
             result = make_run(run)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            append(results, {"name": run.name, "error": in_a_line(error)})
+            append(results, {"name": run.name, "error": error_line(error)})
             return 1
         if is_rank0:
             seconds = round(time.monotonic() - start, 1)

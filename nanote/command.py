@@ -1,7 +1,6 @@
 """What every command shares: how its options are parsed, and how it ends after a mistake or Ctrl-C."""
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -13,22 +12,7 @@ from nanote.config import flag
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP):
     """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
-    with _terminal_of(40):  # columns; in one of 5 tyro does not finish --help
-        return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default)
-
-
-@contextlib.contextmanager
-def _terminal_of(columns: int):
-    """Let shutil.get_terminal_size, which tyro asks, return at least this many columns."""
-    before = os.environ.get("COLUMNS")
-    width = shutil.get_terminal_size().columns
-    os.environ["COLUMNS"] = str(max(columns, width))
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
+    return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default)
 
 
 def require_at_least(least: int, options, *names: str) -> None:
@@ -49,71 +33,39 @@ def run_command(main, prog: str) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code, message = _call(main)
-    try:
-        sys.stdout.flush()
-    except OSError as error:  # nobody reads it, or the disk is full
-        if code == 0 and not isinstance(error, BrokenPipeError):
-            message = f"stdout: {in_a_line(error)}"
-        code = code or 1
-        silence(sys.stdout)
-    try:
-        if message:
-            sys.stderr.write(f"{prog}: {message}\n")
-        sys.stderr.flush()
-    except OSError:
-        code = code or 1
-        silence(sys.stderr)
+    if message:
+        with contextlib.suppress(OSError):  # nobody reads stderr
+            print(f"{prog}: {message}", file=sys.stderr)
+    _discard_unwritable(sys.stdout)
+    _discard_unwritable(sys.stderr)
     return code
 
 
 def _call(main) -> tuple[int, str]:
     """Call `main()`; return the exit code, and the line about its failure, or ""."""
     try:
-        with contextlib.redirect_stdout(NamedStream(sys.stdout, "stdout")):
-            return main() or 0, ""
+        code = main() or 0
+        sys.stdout.flush()
+        return code, ""
     except BrokenPipeError:  # nobody reads stdout, as in `| head`
         return 141, ""
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
-        return 2, in_a_line(error)
+        return 2, error_line(error)
     except KeyboardInterrupt as stop:
         return 130, str(stop) or "interrupted"
 
 
-def silence(stream) -> None:
-    """Send what a stream still holds to nowhere, so that it does not fail again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _discard_unwritable(stream) -> None:
+    """Send what a stream cannot write to nowhere, so that it does not fail again at exit."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class NamedStream:
-    """A text stream whose OSErrors have its name as their file name."""
-
-    def __init__(self, stream, name: str):
-        self.stream = stream
-        self.name = name
-
-    def __getattr__(self, attribute):
-        return getattr(self.stream, attribute)
-
-    def write(self, text: str) -> int:
-        with self._naming():
-            return self.stream.write(text)
-
-    def flush(self) -> None:
-        with self._naming():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def _naming(self):
-        try:
-            yield
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
-def in_a_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type if it has none."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -292,7 +292,7 @@ WITHOUT_EFFECT = (
     Ineffective(["fp8_lm_head", "fp8_skip_first", "fp8_skip_last"], "fp8_recipe",
                 lambda config: config.fp8_recipe == "none"),
     Ineffective(["rope_theta"], "use_rotary",
-                lambda config: not config.use_rotary and ".py:" not in config.model),
+                lambda config: not config.use_rotary and not is_model_file(config.model)),
     Ineffective(["param_remainders"], "dtype", lambda config: config.dtype == "float32"),
     Ineffective(["eval_tokens"], "eval_interval",
                 lambda config: config.eval_interval == 0 and not config.eval_only),
@@ -324,3 +324,8 @@ def as_typed(name: str, value) -> str:
     if value is False:
         return flag(f"no_{name}")
     return f"{flag(name)} {value}"
+
+
+def is_model_file(name: str) -> bool:
+    """Return whether a value of --model is path/to/file.py:Class, a model of the user's own."""
+    return ".py:" in name

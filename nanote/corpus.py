@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow
 
-from nanote.command import in_a_line
+from nanote.command import error_line
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -85,7 +85,7 @@ def text_pieces(path):
                     raise ValueError("holds a NUL character, as binary and UTF-16 files do")
                 yield piece + file.readline(PIECE)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: not UTF-8 text ({in_a_line(error)}); use iconv -t utf-8") from error
+        raise ValueError(f"{path}: not UTF-8 text ({error_line(error)}); use iconv -t utf-8") from error
 
 
 def dataset_documents(path, columns, left_out, data_files=None, split="train", **options):
@@ -104,7 +104,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
         yield from row_documents(rows, columns, left_out)
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         where = ", ".join(data_files or [path])
-        raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
+        raise ValueError(f"{where}: {error_line(error.__cause__ or error)}") from error
 
 
 def row_documents(rows, columns, left_out):

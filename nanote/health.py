@@ -19,9 +19,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from nanote.engine import Format
+
 KINDS = ("input", "weight", "output_gradient")
-# {maximum of the format: (values above this round beyond the maximum, values up to this round to zero)}. Both
-# limits are half a step away: E4M3 has steps of 32 below 448 and of 2^-9 above 0, E5M2 of 8192 and 2^-16.
+# {fp8_max of a format: (a larger value saturates, a value up to this becomes zero)}. Both limits are half a
+# step away: E4M3 has steps of 32 below 448 and of 2^-9 above 0, E5M2 of 8192 below 57,344 and of 2^-16.
 LIMITS = {448: (448 + 16, 2.0**-10), 57344: (57344 + 4096, 2.0**-17)}
 CHUNK = 2**24  # values processed at a time: float32 copies of the logits' gradient would take gigabytes
 
@@ -126,29 +128,26 @@ def _record(seen, handles, name, module, args, output):
     if not runs_in_fp8(module):
         return
     weights = _weights_of_gemms(module)
-    prefixes = list(weights)
-    first_prefix, last_prefix = prefixes[0], prefixes[-1]  # fc1_ and fc2_ of an MLP, else both ""
-    first_input = f"{first_prefix}input"
-    last_input = f"{last_prefix}input"
-    first_gradient = f"{first_prefix}output_gradient"
-    last_gradient = f"{last_prefix}output_gradient"
-    # between the two GEMMs of an MLP no hook sees a tensor, but delayed scaling has its amax
-    has_unseen = last_prefix != first_prefix and module.fp8_meta["recipe"].delayed()
+    is_mlp = "fc2_" in weights
+    module_input = "fc1_input" if is_mlp else "input"
+    module_gradient = "fc2_output_gradient" if is_mlp else "output_gradient"
+    # no hook sees the tensors between the two GEMMs of an MLP, but delayed scaling has their amax
+    knows_between = is_mlp and module.fp8_meta["recipe"].delayed()
     if (name, module) not in seen:  # gradient checkpointing runs this again, after the scales were updated
         tensors = seen[name, module] = {}
-        tensors[first_input] = _statistics(module, first_input, _normed(module, args[0]))
-        if has_unseen:
-            tensors[last_input] = _delayed(module, last_input)
+        tensors[module_input] = _statistics(module, module_input, _normed(module, args[0]))
+        if knows_between:
+            tensors["fc2_input"] = _delayed(module, "fc2_input")
         for prefix, parts in weights.items():
             weight = torch.cat([part.detach() for part in parts])
             tensors[f"{prefix}weight"] = _statistics(module, f"{prefix}weight", weight)
 
     def record_gradient(gradient):
         tensors = seen[name, module]
-        if last_gradient not in tensors:
-            tensors[last_gradient] = _statistics(module, last_gradient, gradient)
-            if has_unseen:
-                tensors[first_gradient] = _delayed(module, first_gradient)
+        if module_gradient not in tensors:
+            tensors[module_gradient] = _statistics(module, module_gradient, gradient)
+            if knows_between:
+                tensors["fc1_output_gradient"] = _delayed(module, "fc1_output_gradient")
 
     output = output[0] if isinstance(output, tuple) else output
     if output.requires_grad:
@@ -177,8 +176,7 @@ def _statistics(module, tensor: str, x) -> dict:
         return {"amax": amax, "scale": None, "saturated": None, "flushed": None}
     if not (recipe.delayed() or recipe.float8_current_scaling()):  # a scale per block: nothing saturates
         return {"amax": amax, "scale": None, "saturated": 0.0, "flushed": None}
-    formats = recipe.fp8_format.value
-    fp8_max = formats.max_bwd if tensor.endswith("gradient") else formats.max_fwd
+    fp8_max = _fp8_max(recipe.fp8_format, tensor)
     if recipe.delayed():
         scale = _delayed(module, tensor)["scale"]
     else:
@@ -196,6 +194,12 @@ def _statistics(module, tensor: str, x) -> dict:
         nonzero += (chunk != 0).sum()
     return {"amax": amax, "scale": scale, "saturated": saturated / x.numel(),
             "flushed": flushed / nonzero.clamp(min=1)}
+
+
+def _fp8_max(fp8_format, tensor: str) -> float:
+    """Return the largest number of a tensor's format: of a gradient, or of an input or a weight."""
+    maxima = fp8_format.value
+    return maxima.max_bwd if tensor.endswith("gradient") else maxima.max_fwd
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
@@ -266,9 +270,8 @@ def _gemm_and_kind(module: str, tensor: str) -> tuple[str, str]:
 
 def _headroom(statistics: dict, kind: str, fp8_format: str) -> float:
     """Return the bits between amax and the largest value of the format; NaN if unknown."""
-    is_e5m2 = kind == "output_gradient" and fp8_format != "e4m3"
-    fp8_max = 57344 if is_e5m2 else 448
     if statistics["scale"] is None:
         return math.nan
+    fp8_max = _fp8_max(Format.E4M3 if fp8_format == "e4m3" else Format.HYBRID, kind)
     largest = statistics["amax"] * statistics["scale"]
     return math.log2(fp8_max / largest) if 0 < largest < math.inf else math.nan

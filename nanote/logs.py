@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from nanote import health, models
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.schedule import describe_long_warmup
 
 MAX_EPOCHS = 10  # a run of more epochs says so
@@ -205,7 +205,7 @@ class Log:
         try:
             yield
         except Exception as error:  # of many kinds; none of them is worth the run
-            reason = in_a_line(error)
+            reason = error_line(error)
             if isinstance(error, ModuleNotFoundError):
                 reason = f"{error.name} is not installed; pip install {error.name}"
             self.say(f"step {self.step}: {what} is not written: {reason}; training continues")
@@ -223,7 +223,8 @@ def read_metrics(path) -> list[dict]:
             records.append(record)
         except (ValueError, TypeError, KeyError) as error:
             if line.endswith(b"\n"):
-                raise ValueError(f"{path}:{number}: damaged ({in_a_line(error)}); remove this line") from None
+                reason = error_line(error)
+                raise ValueError(f"{path}:{number}: damaged ({reason}); remove this line") from None
     return records
 
 

@@ -10,7 +10,7 @@ import time
 import torch
 
 from nanote import checkpoint, parallel
-from nanote.own_model import is_file
+from nanote.config import is_model_file
 
 MAX_SKIPPED = 10  # steps of a process; one that skips more raises Diverged
 
@@ -33,7 +33,7 @@ class StepMeter:
         self.loader = loader
         self.say = say
         self.flops_per_token = None  # if known
-        if loader.device.type == "cuda" and not is_file(config.model):
+        if loader.device.type == "cuda" and not is_model_file(config.model):
             parameters = sum(parameter.numel() for parameter in model.parameters())
             self.flops_per_token = flops_per_token(model.config, parameters, config.seq_len)
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `collect`, on the device

@@ -5,8 +5,8 @@ the file that it started from, model_te_optimized.py or model_te_fast.py, with t
 seeds. A gap is |in FP8 - without| / |without| over the measured steps.
 
 A module that computes a wrong gradient spoils the gradients of the modules before it, and one with a wrong
-output those of all. So if gradients are off, `compare` names the first module whose output is off, too, or
-else the last parameter whose gradient is.
+output those of all. So the first module whose output is off is the cause, or else the last parameter whose
+gradient is.
 """
 import dataclasses
 import math
@@ -17,6 +17,7 @@ import traceback
 import types
 import unittest.mock
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,8 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from nanote import engine, models, own_model, recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
+from nanote.config import is_model_file
 from nanote.health import runs_in_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,10 +59,6 @@ class Gaps:
     in_fp8: set[str]  # the modules whose forward pass ran in FP8
 
 
-class PassError(Exception):
-    """A forward or backward pass in FP8 failed."""
-
-
 def check_model(name):
     """Yield (status, line, fix) for each check of the model path/to/file.py:Class; fail: a module is off.
 
@@ -70,37 +68,42 @@ def check_model(name):
         model = build(edited)
         twin = build(edited, use_fp8=False)
     except Exception as error:  # whatever the user's file raises
-        reason = f"{type(error).__name__}: {in_a_line(error)}"
+        reason = f"{type(error).__name__}: {error_line(error)}"
         raise ValueError(f"--model {name}: cannot be built: {reason}") from error
     batch = make_batch(0, edited.config)
     own_model.check_first_pass(twin, batch)
     file = Path(sys.modules[unedited.model_class.__module__].__file__).name
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    where = describe_engine(edited.model_class)
-    yield "ok", f"{name} in {dtype} on {where}, compared with {file}", ""
+    yield "ok", f"{name} in {dtype} on {describe_engine(edited.model_class)}, compared with {file}", ""
     try:
         gaps = measure(model, twin)
-    except PassError as error:
-        yield "fail", str(error), "guide/changing_the_model.md says what FP8 asks of an edit"
+    except Exception as error:  # of the user's file, which raised none without FP8
+        line = f"{find_module(error, model)}: only in FP8: {type(error).__name__}: {error_line(error)}"
+        yield "fail", line, "guide/changing_the_model.md says what FP8 asks of an edit"
         return
     yield from report_gemms(model, gaps.in_fp8)
     unedited_gaps = measure(build(unedited), build(unedited, use_fp8=False))
-    yield from compare(gaps, unedited_gaps, file)
+    yield compare_loss(gaps, unedited_gaps, file)
+    yield from compare_gradients(gaps, unedited_gaps, file)
     yield check_graph(edited, unedited, batch, file)
+
+
+def find_module(error, model) -> str:
+    """Return the name of the innermost module of a model in whose code an exception was raised."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = type(model).__name__
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost is the last
+        found = names.get(id(frame.f_locals.get("self")), found)
+    return found
 
 
 # ---------------------------------------------------------------- the edited and the unedited model
 
 def find_models(name):
     """Return the Candidate of a file and that of the file of the kit that it started from."""
-    if not own_model.is_file(name):
+    if not is_model_file(name):
         raise ValueError(f"--model {name}: must be path/to/file.py:Class, as in my_model.py:MyModel")
-    try:
-        own_model.load_file(name)
-    except ValueError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == "triton":
-            raise ValueError(f"--model {name}: fast_kernels needs Triton: pip install triton") from None
-        raise
+    own_model.load_file(name)
     model_class, config_class = models.model_classes(name)
     config = models.make_model_config(name, small_sizes(name, config_class))
     engine_name = find_engine(model_class)
@@ -160,18 +163,13 @@ def load_unedited(file, engine):
 
 
 def same_config(config_class, edited):
-    """Return a config of the unedited model with those values of the edited one that it has and accepts."""
+    """Return a config of the unedited model with the edited one's values, or SIZES if it refuses them."""
     names = {field.name for field in dataclasses.fields(config_class)}
-    values = dict(SIZES)
-    for name, value in dataclasses.asdict(edited).items():
-        if name not in names:
-            continue
-        try:
-            config_class(**values | {name: value})
-        except ValueError:  # an activation, say, that the edit has added
-            continue
-        values[name] = value
-    return config_class(**values)
+    values = {name: value for name, value in dataclasses.asdict(edited).items() if name in names}
+    try:
+        return config_class(**values)
+    except ValueError:  # an activation, say, that the edit has added
+        return config_class(**SIZES)
 
 
 def build(candidate, use_fp8=True):
@@ -211,15 +209,13 @@ def measure(model, twin) -> Gaps:
     gradients = Sums()
     in_fp8 = set()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    with pass_errors(model):
-        recipes.find_first_scales(model, make_batch(0, model.config), divisor=1)
+    recipes.find_first_scales(model, make_batch(0, model.config), divisor=1)
     for step in range(FIRST_STEPS + MEASURED_STEPS):
         batch = make_batch(step, model.config)
-        with pass_errors(model):
-            loss, model_outputs = train_pass(model, batch, step, in_fp8)
+        loss, model_outputs = train_pass(model, batch, step, in_fp8)
         if step >= FIRST_STEPS:
             copy_weights(model, twin)
-            twin_loss, twin_outputs = train_pass(twin, batch, step)
+            twin_loss, twin_outputs = train_pass(twin, batch, step, set())
             losses.add("loss", loss, twin_loss)
             for name in twin_outputs:
                 for tensor, expected in zip(model_outputs.get(name, ()), twin_outputs[name]):
@@ -227,8 +223,7 @@ def measure(model, twin) -> Gaps:
             for (name, parameter), expected in zip(model.named_parameters(), twin.parameters()):
                 gradients.add(name, parameter.grad, expected.grad)
         optimizer.step()
-    gradient_gaps = gradients.gaps(floors=gradients.floors_of_modules())
-    return Gaps(losses.gaps()["loss"], outputs.gaps(), gradient_gaps, in_fp8)
+    return Gaps(losses.gaps()["loss"], outputs.gaps(), gradients.gaps(gradients.floors_of_modules()), in_fp8)
 
 
 @torch.no_grad()
@@ -239,15 +234,14 @@ def copy_weights(model, twin):
         target.copy_(source)
 
 
-def train_pass(model, batch, seed, in_fp8=None):
+def train_pass(model, batch, seed, in_fp8: set):
     """Run a forward and a backward pass; return the loss and {module: its outputs}. Add the modules whose
-    forward pass runs in FP8 to the set `in_fp8`."""
+    forward pass runs in FP8 to `in_fp8`."""
     torch.manual_seed(seed)  # of dropout
     model.zero_grad(set_to_none=True)
     with recorded_outputs(model) as outputs:
         loss = model(*batch)
-    if in_fp8 is not None:
-        in_fp8.update(name for name, module in model.named_modules() if runs_in_fp8(module))
+    in_fp8.update(name for name, module in model.named_modules() if runs_in_fp8(module))
     loss.backward()
     return loss.detach(), outputs
 
@@ -262,10 +256,8 @@ def recorded_outputs(model):
         if tensors:
             outputs.setdefault(name, []).extend(tensor.detach().clone() for tensor in tensors)
 
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(partial(record, name)))
+    handles = [module.register_forward_hook(partial(record, name))
+               for name, module in model.named_modules() if name]
     try:
         yield outputs
     finally:
@@ -273,39 +265,24 @@ def recorded_outputs(model):
             handle.remove()
 
 
-@contextmanager
-def pass_errors(model):
-    """Turn an exception into a PassError that names the module in whose code it was raised."""
-    try:
-        yield
-    except Exception as error:  # whatever the user's file raises
-        names = {id(module): name for name, module in model.named_modules() if name}
-        where = type(model).__name__
-        for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost is the last
-            where = names.get(id(frame.f_locals.get("self")), where)
-        raise PassError(f"{where}: only in FP8: {type(error).__name__}: {in_a_line(error)}") from error
-
-
 class Sums:
     """Sums of squares, by name, from which relative gaps follow."""
 
     def __init__(self):
-        self.differences = {}
-        self.expected = {}
+        self.differences = Counter()
+        self.expected = Counter()
         self.sizes = {}
 
     def add(self, name, tensor, expected):
-        """Add a tensor and its expected values; None is zero."""
-        if tensor is None and expected is None:
-            return
-        if tensor is None:
-            tensor = torch.zeros_like(expected)
+        """Add a tensor, None: zeros, and its expected values, None: it is not compared."""
         if expected is None:
-            expected = torch.zeros_like(tensor)
-        difference = (tensor.double() - expected.double()).norm().item()
-        self.differences[name] = self.differences.get(name, 0) + difference**2
-        self.expected[name] = self.expected.get(name, 0) + expected.double().norm().item()**2
-        self.sizes[name] = tensor.numel()
+            return
+        difference = expected.double()
+        if tensor is not None:
+            difference = tensor.double() - difference
+        self.differences[name] += difference.norm().item()**2
+        self.expected[name] += expected.double().norm().item()**2
+        self.sizes[name] = expected.numel()
 
     def gaps(self, floors=None):
         """Return {name: gap}, without what is always zero. floors: {name: the least sum to divide by}."""
@@ -322,19 +299,16 @@ class Sums:
     def floors_of_modules(self):
         """Return {parameter: the squared norm that its gradient would have at its module's mean square}. The
         gradient of a key's bias needs it, which is zero but for rounding: softmax does not depend on it."""
-        sums = {}
-        sizes = {}
-        for name, expected in self.expected.items():
-            module = module_of(name)
-            sums[module] = sums.get(module, 0) + expected
-            sizes[module] = sizes.get(module, 0) + self.sizes[name]
-        floors = {}
+        sums = Counter()
+        sizes = Counter()
         for name, size in self.sizes.items():
-            floors[name] = size * sums[module_of(name)] / sizes[module_of(name)]
-        return floors
+            sums[module_of(name)] += self.expected[name]
+            sizes[module_of(name)] += size
+        return {name: size * sums[module_of(name)] / sizes[module_of(name)]
+                for name, size in self.sizes.items()}
 
 
-# ---------------------------------------------------------------- what is said about them
+# ---------------------------------------------------------------- the lines about them
 
 def module_of(parameter):
     """Return the module's name of a parameter's: blocks.3.attn.qkv.bias -> blocks.3.attn.qkv."""
@@ -346,28 +320,28 @@ def without_numbers(name):
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def compare(edited: Gaps, unedited: Gaps, file):
-    """Yield a result for the loss, and for the module that is off or for all gradients."""
+def compare_loss(edited: Gaps, unedited: Gaps, file):
+    """Return the result for the loss."""
     status = "ok" if edited.loss <= max(FACTOR * unedited.loss, LOSS_GAP) else "fail"
-    yield status, f"loss: changes by {edited.loss:.3%} in FP8; {file}: {unedited.loss:.3%}", ""
+    return status, f"loss: changes by {edited.loss:.3%} in FP8; {file}: {unedited.loss:.3%}", ""
 
+
+def compare_gradients(edited: Gaps, unedited: Gaps, file):
+    """Yield a result for all gradients. If some are off, it names the first module whose output is off, too,
+    or else the last parameter whose gradient is."""
+    if not edited.gradients:
+        yield "fail", "every gradient is zero", "compute the loss from parameters that are trained"
+        return
     expected = expected_gaps(edited.gradients, unedited.gradients)
     gradients_off = names_off(edited.gradients, expected)
-    if gradients_off:
-        yield from name_the_cause(edited, unedited, gradients_off, expected, file)
-    elif not edited.gradients:
-        yield "fail", "every gradient is zero", "compute the loss from parameters that are trained"
-    else:
+    if not gradients_off:
         ratios = {name: gap / expected[name] for name, gap in edited.gradients.items()}
         worst = max(ratios, key=ratios.get)
         largest_gap = max(edited.gradients.values())
-        yield "ok", f"{len(ratios)} gradients: change by at most {largest_gap:.1%} in FP8", ""
-        line = f"the most, beside {file}: {worst}, {ratios[worst]:.2f} times; up to {FACTOR} is right"
+        line = (f"{len(ratios)} gradients: change by at most {largest_gap:.1%} in FP8; {worst} by "
+                f"{ratios[worst]:.2f} times as much as in {file}, and up to {FACTOR} is right")
         yield "ok", line, ""
-
-
-def name_the_cause(edited, unedited, gradients_off, expected, file):
-    """Yield the first module whose output is off, or else the last parameter whose gradient is."""
+        return
     expected_outputs = expected_gaps(edited.outputs, unedited.outputs)
     outputs_off = names_off(edited.outputs, expected_outputs)
     if outputs_off:
@@ -393,7 +367,7 @@ def expected_gaps(edited: dict, unedited: dict):
 
 def names_off(gaps: dict, expected: dict):
     """Return the names whose gap is more than FACTOR times what is expected, or NaN."""
-    return [name for name, gap in gaps.items() if not gap <= FACTOR * expected[name]]  # true for NaN, too
+    return [name for name, gap in gaps.items() if math.isnan(gap) or gap > FACTOR * expected[name]]
 
 
 def failed_result(name, what, gap, expected, file):
@@ -460,8 +434,9 @@ def unique(names) -> str:
 
 def check_graph(edited, unedited, batch, file):
     """Return whether the model is one graph under torch.compile, or the reason of its first break."""
-    reason = not_compiled_reason(edited.model_class)
-    if reason is not None:
+    forward = edited.model_class.forward
+    if getattr(forward, "_torchdynamo_disable", False):
+        reason = getattr(forward, "_torchdynamo_disable_msg", None) or "it gives no reason"
         return "info", f"torch.compile leaves it alone: forward is @torch.compiler.disable: {reason}", ""
     reason = find_graph_break(build(edited), batch)
     if not reason:
@@ -469,13 +444,6 @@ def check_graph(edited, unedited, batch, file):
     if find_graph_break(build(unedited), batch):
         return "info", f"not one graph under torch.compile, as {file}: {reason}", ""
     return "warn", f"not one graph under torch.compile: {reason}", "see guide/compile.md"
-
-
-def not_compiled_reason(model_class):
-    """Return the reason with which torch.compiler.disable keeps forward out of graphs; None: it does not."""
-    if not getattr(model_class.forward, "_torchdynamo_disable", False):
-        return None
-    return getattr(model_class.forward, "_torchdynamo_disable_msg", None) or "it gives no reason"
 
 
 def find_graph_break(model, batch) -> str:
@@ -486,6 +454,5 @@ def find_graph_break(model, batch) -> str:
             warnings.simplefilter("ignore")
             torch.compile(model, backend="eager", fullgraph=True)(*batch)
     except Exception as error:  # also what the user's file raises under torch.compile only
-        stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-        return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}: {in_a_line(error)}"
+        return own_model.reason_of_graph_break(error)
     return ""

@@ -11,9 +11,9 @@ import os
 import torch
 
 from nanote import engine, health, own_model, parallel, recipes
-from nanote.command import in_a_line
-from nanote.config import PRESETS, REFUSED_WITH_FAST_MODEL, TrainConfig, find_refusal, flag
-from nanote.own_model import field_names, is_file, load_file, read_fields
+from nanote.command import error_line
+from nanote.config import PRESETS, REFUSED_WITH_FAST_MODEL, TrainConfig, find_refusal, flag, is_model_file
+from nanote.own_model import field_names, load_file, read_fields
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -62,7 +62,7 @@ def make_model(config, device, dtype, recipe, saved=None):
 def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
     """Return the config of model `name` for a TrainConfig. Refuse or print options that the model lacks."""
     options = dataclasses.asdict(config) | {"use_fp8": use_fp8}
-    if is_file(name):
+    if is_model_file(name):
         load_file(name)
         options = (saved or {}) | options
     model_class, config_class = model_classes(name)
@@ -70,8 +70,9 @@ def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
         options |= read_fields(config.set, config_class, saved)
     fields = field_names(config_class)
     check_support(config, use_fp8, model_class, fields)
-    refused_elsewhere = REFUSED_ELSEWHERE if name == "fast" else set()
-    ignored = ignored_options(config, fields | refused_elsewhere)
+    if name == "fast":
+        fields |= REFUSED_ELSEWHERE
+    ignored = ignored_options(config, fields)
     if ignored:
         print_ignored(config, ignored)
     return make_model_config(name, options)
@@ -96,7 +97,7 @@ def engine_of(model) -> str:
 
 def check_gemms(model, config) -> None:
     """Raise ValueError if one of the kit's models would run no GEMM in FP8."""
-    if is_file(config.model):
+    if is_model_file(config.model):
         return  # it has not run yet, so that its GEMMs in FP8 are not known
     in_fp8, _ = health.count_gemms(model, has_run=False)
     if not in_fp8:
@@ -133,7 +134,7 @@ def print_ignored(config, ignored: list[str]) -> None:
         value = getattr(config, name)
         lacks.append(name if value is True else f"{name}={value}")
     line = f"--model {config.model}: has no {', '.join(lacks)} of --preset {config.preset}"
-    if not is_file(config.model):
+    if not is_model_file(config.model):
         instead = [INSTEAD[name] for name in ignored if name in INSTEAD]
         line += f": trains with {', '.join(instead)}"
     if parallel.rank() == 0:
@@ -146,7 +147,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
         return options["model"], ""
     if options["model"] == "auto" and torch.device(device).type != "cuda":
         return "optimized", "there is no GPU"
-    reason = _reason_against_fast(options, dtype)
+    reason = fast_unsupported_reason(options, dtype)
     if reason and options["model"] == "fast":
         raise ValueError(f"--model fast: {reason}; pass --model optimized")
     if reason:
@@ -154,7 +155,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     return "fast", ""
 
 
-def _reason_against_fast(options: dict, dtype) -> str:
+def fast_unsupported_reason(options: dict, dtype) -> str:
     """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not is_interpreted:
@@ -183,7 +184,7 @@ def describe_fp8(model, config) -> str:
     line = f"--fp8-recipe {config.fp8_recipe}"
     if fp8_format := recipes.resolve_format(config.fp8_recipe, config.fp8_format):
         line += f" {fp8_format}"
-    in_fp8, total = health.count_gemms(model, has_run=is_file(config.model))
+    in_fp8, total = health.count_gemms(model, has_run=is_model_file(config.model))
     line += f", {in_fp8} of {total} GEMMs in FP8"
     if not in_fp8:
         line += " (use te.Linear in te.autocast, or pass --fp8-recipe none)"
@@ -209,7 +210,7 @@ def portable_name(name: str) -> str:
 
 def model_classes(name):
     """Return (model class, config class). Raises ValueError for an unknown name."""
-    if is_file(name):
+    if is_model_file(name):
         return own_model.classes(name)
     known = MODELS | {"auto": MODELS["optimized"], "fast": FAST}
     if name not in known:
@@ -227,7 +228,7 @@ def make_model_config(name, options):
     try:
         return config_class(**values)
     except (TypeError, AssertionError) as error:  # of the user's own class; the five raise ValueError
-        raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
+        raise ValueError(f"--model {name}: {config_class.__name__}: {error_line(error)}") from error
 
 
 def instantiate(name, model_config, *, device="cpu", dtype=torch.float32):

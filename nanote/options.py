@@ -1,13 +1,12 @@
 """Where the options of train.py come from: the command line, a --config file, a checkpoint, a preset.
 
-`read_options` merges their dictionaries, of which the last one that has an option wins, into a TrainConfig.
+`read_config` merges their dictionaries, of which the last one that has an option wins, into a TrainConfig.
 tyro parses the command line, once, and nothing else. Values in JSON and YAML are read by `read_value`.
 """
 import contextlib
 import difflib
 import json
 import os
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from nanote.command import in_a_line, parse
-from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag
+from nanote.command import error_line, parse
+from nanote.config import PRESETS, WITHOUT_EFFECT, TrainConfig, as_typed, flag, is_model_file
 
 TYPES = get_type_hints(TrainConfig)
 OPTION_TYPES = {field.name: TYPES[field.name] for field in fields(TrainConfig)}
 BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
 OFF_VALUES = (None, False, "auto", "default", "off")  # values that ask for nothing; 0 equals False
-OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
+OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile", "command"}  # a new start has its own
 GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
     hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
@@ -36,7 +35,7 @@ MUST_MATCH = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vo
     optimizer""".split()
 
 
-def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
+def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
     """Return the options of train.py.
 
     They come from five places, of which a later one wins: the defaults of TrainConfig, the preset, the
@@ -49,11 +48,15 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in argv if argument not in ("-h", "--help")]
     from_command_line = read_command_line(arguments)
+    from_run = {}
     from_file = {}
-    is_of_run = False
-    if from_command_line.get("config"):
-        from_file, is_of_run = read_file(from_command_line["config"])
-    overrides = merge(from_file, from_command_line)
+    if path := from_command_line.get("config"):
+        content = load_config_file(path)
+        if "command" in content:  # config.json of another run
+            from_run = options_of_run(content, path)
+        else:
+            from_file = options_of_file(content, f"--config {path}")
+    overrides = merge(from_run, from_file, from_command_line)
     if restarted:
         has_checkpoint = any(Path(restarted).glob("step-*"))
         overrides |= {"out_dir": restarted, "resume": has_checkpoint}
@@ -69,7 +72,7 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     if len(arguments) < len(argv):  # --help: prints and exits
         parse(TrainConfig, ["--help"], "train.py", default=TrainConfig(**from_preset))
     config = TrainConfig(**(from_preset | options))
-    config.typed = frozenset(from_command_line if is_of_run else from_file | from_command_line)
+    config.typed = frozenset(from_file | from_command_line)
     check_code_is_typed(config, from_command_line)
     config.check()
     print_without_effect(config)
@@ -128,7 +131,7 @@ def check_code_is_typed(config: TrainConfig, typed: dict) -> None:
     """Raise ValueError for a model file or a custom recipe that is not on the command line, `typed`."""
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
-        is_code = ".py:" in value or value.startswith("custom:")
+        is_code = is_model_file(value) or value.startswith("custom:")
         if is_code and typed.get(name) != value:
             raise ValueError(f"{flag(name)} {value}: code is never taken from a file of options or a "
                              f"checkpoint; pass {flag(name)} {value} on the command line")
@@ -154,7 +157,7 @@ def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> N
     for name in MUST_MATCH:
         value = getattr(config, name)
         before = saved.get(name, value)
-        is_moved_file = ".py:" in str(value) and ".py:" in str(before)
+        is_moved_file = name == "model" and is_model_file(value) and is_model_file(before)
         is_same_network = {value, before} <= {"auto", "fast", "optimized"}
         if value != before and not is_moved_file and not is_same_network:
             raise ValueError(f"{flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
@@ -164,82 +167,53 @@ def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> N
 
 # ---------------------------------------------------------------- options in JSON and YAML
 
-class TextLoader(yaml.SafeLoader):
-    """A YAML loader that reads scalars as text, for `read_value`. YAML 1.1 makes the number 612 of 10:12, 8
-    of 010, booleans of yes and on, and a date of 2026-01-01."""
-
-    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}
-
-
-class JsonLoader(yaml.SafeLoader):
-    """A YAML loader for `set`, whose fields may have any type: reads scalars without quotes as JSON does, and
-    what JSON has not as text. So 1e-3 and .5 are numbers, ~ is null, and "1.10" and 10:12 are text."""
-
-    yaml_implicit_resolvers = {}
-
-
-for tag, pattern, first in (
-        ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-        ("null", "|~|null|Null|NULL", ["", *"~nN"]),
-        ("int", "[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
-        ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
-        ("merge", "<<", "<")):
-    JsonLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), first)
-
-
-def read_file(path: str) -> tuple[dict, bool]:
-    """Return the options in a JSON or YAML file, and whether it is the config.json of a run."""
+def load_config_file(path: str) -> dict:
+    """Return the content of a .json file, or else of a YAML file, whose scalars are read as text: the option
+    decides what a text is. YAML would make the number 612 of 10:12 and a boolean of on."""
+    language = "JSON" if path.endswith(".json") else "YAML"
     try:
-        content = Path(path).read_text()
-        options = yaml.load(content, TextLoader)  # JSON is YAML, too
-        is_of_run = isinstance(options, dict) and "command" in options
-        if is_of_run:
-            options = json.loads(content)
+        text = Path(path).read_text()
+        content = json.loads(text) if language == "JSON" else yaml.load(text, yaml.BaseLoader)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
-    if not isinstance(options, dict):
+        raise ValueError(f"--config {path}: not {language}: {error_line(error)}") from None
+    if not isinstance(content, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
-    if is_of_run:
-        del options["command"]  # no option
-        if isinstance(options.get("config"), dict):  # of version 0.1; now it is the name of a file
-            options = options["config"]
-        return options_of_run(options, path), True
-    values = {}
-    for key, value in options.items():
-        name = str(key).replace("-", "_")
-        check_is_option(name, path)
-        if name == "set":
-            value = yaml.load(content, JsonLoader)[key]
-        values[name] = read_value(name, value, f"--config {path}")
-    return values, False
+    return content
 
 
-def check_is_option(name: str, path: str) -> None:
-    """Raise ValueError for an unknown option in a file, with the nearest one."""
-    if name in OPTION_TYPES:
-        return
-    nearest = difflib.get_close_matches(name, OPTION_TYPES, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
-    raise ValueError(f"--config {path}: {name}: unknown option; {advice}")
-
-
-def options_of_run(options: dict, source) -> dict:
-    """Return the options that another start takes over. Print those that this version does not have."""
-    taken_over = {}
-    gone = []
-    for name, value in options.items():
+def options_of_file(content: dict, source: str) -> dict:
+    """Return the options in a file that a user has written."""
+    options = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
         if name not in OPTION_TYPES:
-            if GONE.get(name) != value:
-                gone.append(f"{name} {value}")
-        elif name not in OF_ONE_RUN:
-            taken_over[name] = read_value(name, value, source)
+            nearest = difflib.get_close_matches(name, OPTION_TYPES, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else "python train.py --help lists all"
+            raise ValueError(f"{source}: {name}: unknown option; {advice}")
+        options[name] = read_value(name, value, source)
+    return options
+
+
+def options_of_run(content: dict, source) -> dict:
+    """Return the options that another start takes over. Print those that this version does not have."""
+    if isinstance(content.get("config"), dict):  # of version 0.1; now it is the name of a file
+        content = content["config"]
+    options = {}
+    gone = []
+    for name, value in content.items():
+        if name in OF_ONE_RUN:
+            continue
+        if name in OPTION_TYPES:
+            options[name] = read_value(name, value, source)
+        elif GONE.get(name) != value:
+            gone.append(f"{name} {value}")
     if gone:
         print(f"{source}: left out, since this version has no such options: {', '.join(gone)}")
-    return taken_over
+    return options
 
 
 def read_value(name: str, value, source):
-    """Return the value of an option in JSON or YAML as the option's type; text as on the command line."""
+    """Return a value in JSON or YAML as the option's type; a text is read as on the command line."""
     if name == "set":
         return read_set(value, source)
     option_type = OPTION_TYPES[name]
@@ -256,29 +230,34 @@ def read_value(name: str, value, source):
             return BOOLEANS[str(value).lower()]
         rule = "true or false"
     else:
-        with contextlib.suppress(TypeError, ValueError):
-            return option_type(value)
+        with contextlib.suppress(ValueError):
+            return option_type(str(value))  # as text: 2.5 is no int
         rule = f"of type {option_type.__name__}"
     raise ValueError(f"{source}: {name} {value}: must be {rule}")
 
 
 def read_set(value, source) -> tuple[tuple[str, ...], ...]:
-    """Return `set` of a file as the command line gives it: (("window=32", "scale=0.5"),).
+    """Return `set` as the command line gives it: (("window=32", "scale=0.5"),).
 
-    In a file it is {"window": 32}, "window=32", a list of such texts, or a list of lists, as a run stores it.
+    A user's file has {"window": 32, "scale": 0.5}; a run stores what the command line gave, as lists.
     """
-    texts = []
+    if isinstance(value, list) and all(isinstance(settings, list) for settings in value):
+        return tuple(tuple(settings) for settings in value)
+    if not isinstance(value, dict):
+        raise ValueError(f"{source}: set {value}: must be fields with values, such as set: {{window: 32}}")
+    settings = []
+    for field, field_value in value.items():
+        text = field_value if isinstance(field_value, str) else json.dumps(parse_texts(field_value))
+        settings.append(f"{field}={text}")
+    return (tuple(settings),) if settings else ()
+
+
+def parse_texts(value):
+    """Return a list or dict of YAML, whose scalars are texts, with those as values that are JSON."""
+    if isinstance(value, list):
+        return [parse_texts(item) for item in value]
     if isinstance(value, dict):
-        for field, field_value in value.items():
-            texts.append(f"{field}={json.dumps(field_value)}")
-    else:
-        items = value if isinstance(value, list) else [value]
-        for item in items:
-            if isinstance(item, list):
-                texts += item
-            else:
-                texts.append(item)
-    if not all(isinstance(text, str) and "=" in text for text in texts):
-        raise ValueError(f"{source}: set {json.dumps(value)}: must be fields with values, such as "
-                         "set: {window: 32}")
-    return (tuple(texts),) if texts else ()
+        return {key: parse_texts(item) for key, item in value.items()}
+    with contextlib.suppress(TypeError, ValueError):  # no text, or not JSON
+        return json.loads(value)
+    return value

@@ -24,16 +24,11 @@ from pathlib import Path
 import torch
 
 from nanote import recipes
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.config import TrainConfig, flag
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named
-
-
-def is_file(name: str) -> bool:
-    """Return whether a model's name is path/to/file.py:Class."""
-    return ".py:" in name
 
 
 def load_file(name: str) -> None:
@@ -70,24 +65,25 @@ def classes(name: str) -> tuple[type, type]:
 
 def _config_class(name: str, model_class: type, module) -> type:
     """Return the dataclass that `model_class` takes; see the top of this file."""
-    candidates = _dataclasses_for(model_class, module)
-    complete = [candidate for candidate in candidates if not _missing_fields(candidate)]
+    missing = {}  # {dataclass: the required fields that it lacks}
+    for candidate in _dataclasses_for(model_class, module):
+        missing[candidate] = [field for field in REQUIRED_FIELDS if field not in field_names(candidate)]
+    complete = [candidate for candidate in missing if not missing[candidate]]
     if len(complete) == 1:
         return complete[0]
     if complete:
         names = " and ".join(candidate.__name__ for candidate in complete)
         raise ValueError(f"--model {name}: {names} have the fields vocab_size and n_positions; say which is "
                          "the config in the constructor: def __init__(self, config: MyConfig)")
-    nearest = None
     lack = "it has none"
-    if candidates:
-        nearest = min(candidates, key=lambda candidate: len(_missing_fields(candidate)))
-        lack = f"{nearest.__name__} has no {' and no '.join(_missing_fields(nearest))}"
-    fp8 = ""
-    if nearest is None or "use_fp8" not in field_names(nearest):
-        fp8 = "; without a field use_fp8 also pass --fp8-recipe none"
+    has_fp8 = False
+    if missing:
+        nearest = min(missing, key=lambda candidate: len(missing[candidate]))
+        lack = f"{nearest.__name__} has no {' and no '.join(missing[nearest])}"
+        has_fp8 = "use_fp8" in field_names(nearest)
+    advice = "" if has_fp8 else "; without a field use_fp8 also pass --fp8-recipe none"
     raise ValueError(f"--model {name}: its config must be a dataclass with the fields vocab_size and "
-                     f"n_positions, but {lack}{fp8}; guide/changing_the_model.md shows it for nanoGPT")
+                     f"n_positions, but {lack}{advice}; guide/changing_the_model.md shows it for nanoGPT")
 
 
 def _dataclasses_for(model_class: type, module) -> list[type]:
@@ -95,15 +91,8 @@ def _dataclasses_for(model_class: type, module) -> list[type]:
     parameters = list(inspect.signature(model_class).parameters.values())
     if parameters and dataclasses.is_dataclass(parameters[0].annotation):
         return [parameters[0].annotation]
-    found = []
-    for value in vars(module).values():
-        if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in found:
-            found.append(value)
-    return found
-
-
-def _missing_fields(config_class: type) -> list[str]:
-    return [name for name in REQUIRED_FIELDS if name not in field_names(config_class)]
+    values = vars(module).values()
+    return [value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)]
 
 
 def field_names(config_class: type) -> set[str]:
@@ -138,15 +127,12 @@ def read_fields(settings, config_class: type, saved: dict | None) -> dict:
 
 def _check_field(name: str, text: str, config_class: type) -> None:
     """Raise ValueError unless `text` sets a field of the config that is no option of train.py."""
-    options = {"use_fp8", *vars(TrainConfig())}
-    if name == "use_fp8":
-        raise ValueError(f"--set {text}: is an option of train.py; pass --fp8-recipe")
+    options = {option: flag(option) for option in vars(TrainConfig())} | {"use_fp8": "--fp8-recipe"}
     if name in options:
-        raise ValueError(f"--set {text}: is an option of train.py; pass {flag(name)}")
-    if name not in field_names(config_class) or "=" not in text:
-        fields = ", ".join(field.name for field in dataclasses.fields(config_class)
-                           if field.name not in options)
-        raise ValueError(f"--set {text}: must be FIELD=VALUE; {config_class.__name__} has {fields}")
+        raise ValueError(f"--set {text}: is an option of train.py; pass {options[name]}")
+    names = [field.name for field in dataclasses.fields(config_class) if field.name not in options]
+    if name not in names or "=" not in text:
+        raise ValueError(f"--set {text}: must be FIELD=VALUE; {config_class.__name__} has {', '.join(names)}")
 
 
 def _read_field(text: str, annotation):
@@ -180,23 +166,22 @@ def check_first_pass(model, batch) -> None:
     """Raise ValueError, with all that is wrong, unless your own or a compiled model can train.
 
     The FP8 state is left as it was."""
-    problems = _problems_of_config(model)
-    state = recipes.preserved_state(model) if hasattr(model, "config") else contextlib.nullcontext()
-    with state:
-        problems += _problems_of_pass(model, batch)
+    _check_config(model)
+    with recipes.preserved_state(model):
+        problems = _problems_of_pass(model, batch)
     if problems:
         raise ValueError(f"{type(model).__name__}: {'; and '.join(problems)}")
 
 
-def _problems_of_config(model) -> list[str]:
-    """Return what is wrong with model.config."""
+def _check_config(model) -> None:
+    """Raise ValueError unless model.config can be stored in a checkpoint."""
+    name = type(model).__name__
     if not hasattr(model, "config"):
-        return ["has no attribute config; add self.config = config to its constructor"]
+        raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
     stored = dataclasses.asdict(model.config)
     if json.loads(json.dumps(stored, default=str)) != stored:
-        return ["its config cannot be stored in a checkpoint as JSON; use fields of int, float, bool, str or "
-                "list"]
-    return []
+        raise ValueError(f"{name}: its config cannot be stored in a checkpoint as JSON; use fields of int, "
+                         "float, bool, str or list")
 
 
 def _problems_of_pass(model, batch) -> list[str]:
@@ -220,9 +205,8 @@ def _problems_of_pass(model, batch) -> list[str]:
     except Exception as error:  # whatever the user's file raises
         problems = [_problem_of_error(error)]
         with contextlib.suppress(Exception):  # without the label of -100 the result may be wrong, too
-            if problem := _problem_of_loss(model(*batch)):
-                problems.append(problem)
-        return problems
+            problems.append(_problem_of_loss(model(*batch)))
+        return [problem for problem in problems if problem]
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -244,7 +228,7 @@ def _problem_of_error(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((library, "<"))]
     where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
-    problem = f"forward(input_ids, labels) raised {type(error).__name__} at {where}: {in_a_line(error)}"
+    problem = f"forward(input_ids, labels) raised {type(error).__name__} at {where}: {error_line(error)}"
     if "-100" in str(error) or "device-side assert" in str(error):
         return problem.rstrip(".") + "; ignore labels of -100: cross_entropy(…, ignore_index=-100)"
     return problem
@@ -252,7 +236,7 @@ def _problem_of_error(error: Exception) -> str:
 
 def reason_of_graph_break(error: Exception) -> str:
     """Return what torch.compile cannot trace, in one line: file:line of the model's code, and the reason."""
-    reason = in_a_line(getattr(error, "inner_exception", error))
+    reason = error_line(getattr(error, "inner_exception", error))
     _, _, users_frames = str(error).partition("from user code:")
     frames = re.findall(r'File "(.+)", line (\d+)', users_frames)
     if frames:

@@ -63,8 +63,8 @@ def resolve_format(name, fp8_format="auto"):
 def make(config):
     """Return TE's recipe object for config.fp8_recipe, or None for "none".
 
-    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
-    - current: scale = FP8_MAX / amax, with the amax of the tensor that is quantized.
+    - delayed: scale = fp8_max / amax / 2**margin, with the amax over a history of steps.
+    - current: scale = fp8_max / amax, with the amax of the tensor that is quantized.
     - block: a scale per 1x128 activations or 128x128 weights; mxfp8: a power of two per 32 values.
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; 12.x: see guide/install.md; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
@@ -191,16 +191,16 @@ def set_state(model, state):
                          "saved it")
 
 
-def kept_state(model) -> list:
-    """Return what the engine keeps between calls: a captured CUDA graph uses the tensors of these objects."""
+def kept_tensors(model) -> list:
+    """Return the tensors that the engine keeps between calls, in dicts. A CUDA graph that was captured must
+    hold them."""
     kept = []
     for module in model.modules():
         for name in ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers"):
             state = getattr(module, name, None)
             if isinstance(state, dict):
                 kept.append(dict(state))
-    library = sys.modules.get("fast_kernels.library")  # only where its kernels run is it imported
-    if library is not None:
+    if library := sys.modules.get("fast_kernels.library"):  # imported only where its kernels run
         kept += library.kept_tensors()
     return kept
 

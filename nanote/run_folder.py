@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nanote import checkpoint, logs, models, parallel, recipes
-from nanote.own_model import is_file
+from nanote.config import is_model_file
 
 
 def open_folder(config) -> str:
@@ -83,7 +83,7 @@ def print_summary(config, step: int) -> None:
     # code is never taken from a checkpoint: the user has to name it again
     own_model = ""
     own_recipe = ""
-    if is_file(config.model):
+    if is_model_file(config.model):
         own_model = f" --model {shlex.quote(config.model)}"
     if config.fp8_recipe.startswith("custom:"):
         own_recipe = f" --fp8-recipe {config.fp8_recipe}"

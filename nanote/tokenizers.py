@@ -68,7 +68,9 @@ class HfTokenizer(Tokenizer):
             self.encoding = tokenizers.Tokenizer.from_buffer(raw)
             self.encoding.no_truncation()
             self.encoding.no_padding()
-            self._find_special_tokens()
+            names = self._read("tokenizer_config.json")
+            self._set_end_of_text(names)
+            self._set_start(names)
             if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
                 raise ValueError("not a byte-level tokenizer, as those of Llama 3 and Qwen3 are")
         except Exception as error:  # tokenizers raises no other type
@@ -83,18 +85,21 @@ class HfTokenizer(Tokenizer):
         checksum = hashlib.sha256(f"{content} {self.eot}".encode()).hexdigest()
         self.name = f"hf:{self.folder}@{checksum[:12]}"
 
-    def _find_special_tokens(self):
-        """Set `eot`, which the first of three files names, and `bos`: the token that the post-processor puts
-        before a text, or bos_token if add_bos_token is true."""
-        names = self._read("tokenizer_config.json")
-        of_generation = end_of_text_ids(self._read("generation_config.json"))
-        of_model = end_of_text_ids(self._read("config.json"))
-        ids = [self._token_id(names.get("eos_token")), *of_generation, *of_model]
+    def _set_end_of_text(self, names):
+        """Set `eot`, which the first of three files names: tokenizer_config.json, whose content is `names`,
+        generation_config.json or config.json."""
+        generation_ids = end_of_text_ids(self._read("generation_config.json"))
+        model_ids = end_of_text_ids(self._read("config.json"))
+        ids = [self._token_id(names.get("eos_token")), *generation_ids, *model_ids]
         ids = [number for number in ids if number is not None]
         if not ids or self.encoding.id_to_token(ids[0]) is None:
             raise ValueError("no end-of-text token; name it as eos_token in tokenizer_config.json")
         self.eot = ids[0]
-        self.stop_tokens = {self.eot, *of_generation}
+        self.stop_tokens = {self.eot, *generation_ids}
+
+    def _set_start(self, names):
+        """Set `bos`: the token that the post-processor puts before a text, or bos_token of
+        tokenizer_config.json if add_bos_token is true there."""
         text = self.encoding.encode("a")
         before = text.ids[:text.special_tokens_mask.index(0)]
         if len(before) > 1:

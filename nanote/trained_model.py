@@ -2,6 +2,7 @@
 import torch
 
 from nanote import checkpoint, models, own_model
+from nanote.config import is_model_file
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 
 
@@ -12,7 +13,7 @@ def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
         meta: the checkpoint's meta.json.
         model_name: --model: path/to/file.py:Class of your own model, or the name that the checkpoint has.
     """
-    if model_name is not None and own_model.is_file(model_name):
+    if model_name is not None and is_model_file(model_name):
         own_model.load_file(model_name)
     elif model_name is not None and models.portable_name(model_name) != models.portable_name(meta["model"]):
         models.model_classes(model_name)  # ValueError for an unknown name

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import hf_folders
 from nanote import checkpoint, models, optimizers, own_model
-from nanote.config import TrainConfig
+from nanote.config import TrainConfig, is_model_file
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from tools import export_hf, hf_weights, import_hf
 from trainer_tools import losses, randomize, run_train, sign
@@ -41,7 +41,7 @@ def make_folder(folder, kind="gpt2", dtype=torch.float32):
 def make_run(run, model="optimized", dtype=torch.float32, **options):
     """Write a run with one checkpoint of random weights; in BF16, masters are 0.1 % larger."""
     shape = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64)
-    if own_model.is_file(model):
+    if is_model_file(model):
         own_model.load_file(model)
     config = TrainConfig(**shape | dict(model=model) | options)
     model_config = models.make_model_config(model, vars(config) | {"use_fp8": False})

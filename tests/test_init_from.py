@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import train
 from hf_folders import edit_json, make_model, make_tokenizer
 from nanote import checkpoint
-from nanote.options import read_options
+from nanote.options import read_config
 from nanote.tokens import meta_checksum, write_tokens
 from trainer_tools import OPTIONS, ROOT, losses, metrics, run_train, sign
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
     assert run_train(f"{SHORT} --checkpoint-interval 2 --init-from source --out-dir whole", tokens) == 0
     assert "--init-from: is for a new run" in refused(
         train.run, "--resume --out-dir whole --init-from source", "train.py")
-    assert read_options(f"{SHORT} --init-from source".split(), "whole").resume, "as torchrun restarts it"
+    assert read_config(f"{SHORT} --init-from source".split(), "whole").resume, "as torchrun restarts it"
     shutil.rmtree("source")
     shutil.copytree("whole", "cut")
     shutil.rmtree("cut/step-4")

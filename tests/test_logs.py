@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanote import logs
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.config import TrainConfig
 from nanote.evaluation import val_record
 from nanote.meter import Diverged, StepMeter, flops_per_token
@@ -156,7 +156,7 @@ def test_a_resumed_run_leaves_no_file_on_a_full_disk(start):
     before = Path("run/metrics.jsonl").read_text()
     with largest_file(10), pytest.raises(OSError) as error:
         logs.cut("run", 2)
-    assert in_a_line(error.value) == "run/metrics.jsonl: File too large"
+    assert error_line(error.value) == "run/metrics.jsonl: File too large"
     assert Path("run/metrics.jsonl").read_text() == before and not Path("run/metrics.tmp").exists()
 
 

@@ -10,7 +10,7 @@ import torch
 import train
 from nanote import recipes
 from nanote.config import TrainConfig
-from nanote.options import read_options
+from nanote.options import read_config
 from nanote.parallel import Ranks
 from nanote.tokens import Loader, write_tokens
 from trainer_tools import ROOT, run_train
@@ -34,7 +34,7 @@ def lines_beginning(start: str, capsys) -> list[str]:
 
 
 def typed(text: str) -> set[str]:
-    return set(read_options(text.split()).typed)
+    return set(read_config(text.split()).typed)
 
 
 # ---------------------------------------------------------------- what was typed
@@ -109,7 +109,7 @@ def test_a_file_is_typed_and_another_run_is_not(tokens, run_of_custom, refused, 
     ("--preset llama3-8b --no-use-rotary", ""), ("--model own.py:Net --rope-theta 5e5 --no-use-rotary", ""),
     ("--config RUN/config.json --fp8-recipe none", ""), ("--resume --out-dir RUN --fp8-recipe none", "")])
 def test_typed_options_without_effect_are_named(run_with_history, capsys, given, line):
-    read_options(given.replace("RUN", str(run_with_history)).split())
+    read_config(given.replace("RUN", str(run_with_history)).split())
     assert capsys.readouterr().out.splitlines() == ([line] if line else [])
 
 

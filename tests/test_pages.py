@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import measured
-from nanote.options import read_options
+from nanote.options import read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))]
@@ -133,5 +133,5 @@ def test_every_option_of_a_command_exists(script, monkeypatch, capsys):
 @pytest.mark.parametrize("command", TRAINING)
 def test_a_command_that_trains_has_valid_options(command):
     _, arguments = split(command)
-    config = read_options(arguments)
+    config = read_config(arguments)
     assert "--preset" not in arguments or config.preset == arguments[arguments.index("--preset") + 1]

@@ -18,7 +18,7 @@ import train
 from nanote import checkpoint, models
 from nanote.config import TrainConfig
 from nanote.logs import read_metrics
-from nanote.options import read_options
+from nanote.options import read_config
 from nanote.parallel import Ranks
 from nanote.schedule import learning_rate
 from nanote.tokens import Loader, write_tokens
@@ -200,7 +200,7 @@ COUNTS = {
 def test_presets_have_the_published_shapes(preset):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    config = read_options(["--preset", preset])
+    config = read_config(["--preset", preset])
     options = vars(config) | {"n_positions": config.seq_len, "use_fp8": True,
                               "vocab_size": config.vocab_size or 50304}
     with FakeTensorMode():  # no memory behind the tensors

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from nanote import checkpoint
-from nanote.command import in_a_line
+from nanote.command import error_line
 from nanote.training_state import parameter_name
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Parameter names of model_te.py and model_te_custom.py, and those of the optimized model.
+# Parts of names in model_te.py and model_te_custom.py, and in the optimized model; replaced in this order.
 NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "attn.proj.",
          "layernorm_mlp.": "mlp.", "attn.norm.": "attn.qkv.layer_norm_", "mlp.norm.": "mlp.layer_norm_",
          "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({in_a_line(error)}); copy the file again") from error
+        raise ValueError(f"{path}: not JSON ({error_line(error)}); copy the file again") from error
 
 
 # ---------------------------------------------------------------- configurations
@@ -151,62 +151,50 @@ def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
     """Yield every weight of a model, in its order."""
     is_gpt2 = model_type(config) == "gpt2"
     embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
+    blocks = "transformer.h" if is_gpt2 else "model.layers"
+    final_norm = "transformer.ln_f." if is_gpt2 else "model.norm."
     yield WeightSpec("wte.weight", [(embedding, vocab_size)], config.n_embd)
-    yield from _gpt2_specs(config) if is_gpt2 else _llama_specs(config)
+    if is_gpt2:
+        yield WeightSpec("wpe.weight", [("transformer.wpe.weight", config.n_positions)], config.n_embd)
+    for i in range(config.n_layer):
+        for ours, gpt2, llama, columns in block_modules(config):
+            parts = gpt2 if is_gpt2 else llama
+            theirs = {f"{blocks}.{i}.{name}": rows for name, rows in parts.items()}
+            yield from module_specs(f"blocks.{i}.{ours}", theirs, columns, config)
+    yield from module_specs("lm_head.layer_norm_", {final_norm: config.n_embd}, None, config)
     if not config.tie_embeddings:
         yield WeightSpec("lm_head.weight", [("lm_head.weight", vocab_size)], config.n_embd)
 
 
-def _gpt2_specs(config):
-    C = config.n_embd
-    inner = config.n_inner
-    modules = [  # ours, theirs, rows, columns of a weight that is a matrix
-        ("attn.qkv.layer_norm_", "ln_1.", C, None),
-        ("attn.qkv.", "attn.c_attn.", 3 * C, C),
-        ("attn.proj.", "attn.c_proj.", C, C),
-        ("mlp.layer_norm_", "ln_2.", C, None),
-        ("mlp.fc1_", "mlp.c_fc.", inner, C),
-        ("mlp.fc2_", "mlp.c_proj.", C, inner)]
-    yield WeightSpec("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
-    for i in range(config.n_layer):
-        for ours, theirs, rows, columns in modules:
-            our_prefix = f"blocks.{i}.{ours}"
-            their_prefix = f"transformer.h.{i}.{theirs}"
-            yield from _gpt2_weight_and_bias(our_prefix, their_prefix, rows, columns)
-    yield from _gpt2_weight_and_bias("lm_head.layer_norm_", "transformer.ln_f.", C, None)
-
-
-def _gpt2_weight_and_bias(ours, theirs, rows, columns):
-    yield WeightSpec(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=columns is not None)
-    yield WeightSpec(f"{ours}bias", [(f"{theirs}bias", rows)])
-
-
-def _llama_specs(config):
+def block_modules(config) -> list[tuple]:
+    """Return the modules of a block: our name, GPT-2's with its rows, those of Llama and Qwen3 with their
+    rows, and the columns of a matrix."""
     C = config.n_embd
     inner = config.n_inner
     width = config.n_head * config.head_dim
     kv_width = config.n_kv_head * config.head_dim
-    linears = {  # ours -> their names and rows, columns
-        "attn.qkv.": ([("self_attn.q_proj.", width), ("self_attn.k_proj.", kv_width),
-                       ("self_attn.v_proj.", kv_width)], C),
-        "attn.proj.": ([("self_attn.o_proj.", C)], width),
-        "mlp.fc1_": ([("mlp.gate_proj.", inner), ("mlp.up_proj.", inner)], C),
-        "mlp.fc2_": ([("mlp.down_proj.", C)], inner),
-    }
-    for i in range(config.n_layer):
-        ours = f"blocks.{i}."
-        theirs = f"model.layers.{i}."
-        yield WeightSpec(f"{ours}attn.qkv.layer_norm_weight", [(f"{theirs}input_layernorm.weight", C)])
-        yield WeightSpec(f"{ours}mlp.layer_norm_weight", [(f"{theirs}post_attention_layernorm.weight", C)])
-        for name, (parts, columns) in linears.items():
-            weights = [(f"{theirs}{part}weight", rows) for part, rows in parts]
-            yield WeightSpec(f"{ours}{name}weight", weights, columns)
-            if config.bias:
-                yield WeightSpec(f"{ours}{name}bias", [(f"{theirs}{part}bias", rows) for part, rows in parts])
-        if config.use_qk_norm:
-            for norm in ("q_norm.weight", "k_norm.weight"):
-                yield WeightSpec(f"{ours}attn.{norm}", [(f"{theirs}self_attn.{norm}", config.head_dim)])
-    yield WeightSpec("lm_head.layer_norm_weight", [("model.norm.weight", C)])
+    qkv = {"self_attn.q_proj.": width, "self_attn.k_proj.": kv_width, "self_attn.v_proj.": kv_width}
+    modules = [
+        ("attn.qkv.layer_norm_", {"ln_1.": C}, {"input_layernorm.": C}, None),
+        ("attn.qkv.", {"attn.c_attn.": width + 2 * kv_width}, qkv, C),
+        ("attn.proj.", {"attn.c_proj.": C}, {"self_attn.o_proj.": C}, width),
+        ("mlp.layer_norm_", {"ln_2.": C}, {"post_attention_layernorm.": C}, None),
+        ("mlp.fc1_", {"mlp.c_fc.": inner}, {"mlp.gate_proj.": inner, "mlp.up_proj.": inner}, C),
+        ("mlp.fc2_", {"mlp.c_proj.": C}, {"mlp.down_proj.": C}, inner)]
+    if config.use_qk_norm:  # Qwen3 only
+        for norm in ("q_norm.", "k_norm."):
+            modules.append((f"attn.{norm}", {}, {f"self_attn.{norm}": config.head_dim}, None))
+    return modules
+
+
+def module_specs(ours: str, theirs: dict[str, int], columns: int | None, config) -> Iterator[WeightSpec]:
+    """Yield the weight of a module and its bias, if it has one. theirs: {their name: rows}."""
+    is_gpt2 = model_type(config) == "gpt2"
+    is_matrix = columns is not None
+    weights = [(f"{name}weight", rows) for name, rows in theirs.items()]
+    yield WeightSpec(f"{ours}weight", weights, columns, is_transposed=is_gpt2 and is_matrix)
+    if is_gpt2 or (config.bias and is_matrix):
+        yield WeightSpec(f"{ours}bias", [(f"{name}bias", rows) for name, rows in theirs.items()])
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:

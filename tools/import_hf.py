@@ -30,7 +30,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, models, optimizers
-from nanote.command import in_a_line, parse, run_command
+from nanote.command import error_line, parse, run_command
 from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer
 from nanote.tokens import new_folder
@@ -115,8 +115,8 @@ def recognize_tokenizer(folder: Path, hf) -> str:
 
 def has_chat_template(folder: Path) -> bool:
     """Return whether the folder's tokenizer has a chat template, for sample.py --chat."""
-    is_file = (folder / "chat_template.jinja").is_file()
-    return is_file or "chat_template" in read_json(folder / "tokenizer_config.json")
+    has_file = (folder / "chat_template.jinja").is_file()
+    return has_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
 def read_model(folder: Path, rows: int):
@@ -170,7 +170,7 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
         try:
             tensors |= load_file(folder / Path(name).name)
         except Exception as error:  # whatever safetensors raises for a damaged header
-            raise ValueError(f"{folder / name}: not readable ({in_a_line(error)}); copy it again") from error
+            raise ValueError(f"{folder / name}: not readable ({error_line(error)}); copy it again") from error
     return {name: tensor.float() if tensor.dtype == torch.float16 else tensor
             for name, tensor in tensors.items()}
 
