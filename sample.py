@@ -22,7 +22,7 @@ from nanote import checkpoint, chunked_loss, models, trained_model
 from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
-from nanote.tokens import document_starts
+from nanote.loader import document_starts
 
 
 @dataclass

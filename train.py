@@ -33,13 +33,14 @@ from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import evaluate_checkpoint, validate
 from nanote.fp8_state import FP8State
 from nanote.graphs import CudaGraph
+from nanote.loader import Loader
 from nanote.logs import Log
 from nanote.meter import Diverged, StepMeter
 from nanote.optimizers import clip_coefficient, make_optimizer
 from nanote.options import read_config
 from nanote.own_model import check_first_pass
 from nanote.schedule import learning_rate
-from nanote.tokens import Loader, check_tokenizer
+from nanote.tokens import check_tokenizer
 
 
 def main(config: TrainConfig) -> None:

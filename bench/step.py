@@ -17,8 +17,8 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
 from nanote.ddp import make_gradients, shard_optimizer
+from nanote.loader import MicroBatch
 from nanote.optimizers import make_optimizer
-from nanote.tokens import MicroBatch
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),

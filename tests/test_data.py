@@ -17,8 +17,9 @@ import pytest
 
 import data
 from hf_folders import edit_json, make_tokenizer
+from nanote.loader import Loader
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from nanote.tokens import Loader, open_tokens, sha256, write_tokens
+from nanote.tokens import open_tokens, sha256, write_tokens
 from trainer_tools import largest_file
 
 SCRIPT = Path(data.__file__)
@@ -389,7 +390,7 @@ def test_a_second_process_may_not_write_the_same_folder(refuse):
     write_tokens(["old text"], "set")
     arguments = ["text", "a.txt", "--out-dir", "set", "--force"]
     code = (f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-            "from nanote.tokens import new_folder\n"
+            "from nanote.new_folder import new_folder\n"
             "with new_folder('set', force=True) as folder:\n"
             "    (folder / 'train.bin').write_bytes(b'ab')\n"
             "    print(flush=True); sys.stdin.read()")

@@ -10,9 +10,10 @@ import torch
 import train
 from nanote import recipes
 from nanote.config import TrainConfig
+from nanote.loader import Loader
 from nanote.options import read_config
 from nanote.parallel import Ranks
-from nanote.tokens import Loader, write_tokens
+from nanote.tokens import write_tokens
 from trainer_tools import ROOT, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

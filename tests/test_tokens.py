@@ -1,4 +1,4 @@
-"""nanote/tokens.py: damaged token files, and the batches of the Loader."""
+"""nanote/tokens.py: damaged token files; nanote/loader.py: the batches of the Loader."""
 import json
 from types import SimpleNamespace
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from nanote.loader import Loader
 from nanote.parallel import Ranks
-from nanote.tokens import Loader, open_tokens, write_tokens
+from nanote.tokens import open_tokens, write_tokens
 
 
 @pytest.fixture(scope="module")

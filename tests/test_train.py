@@ -17,11 +17,12 @@ from tqdm import tqdm
 import train
 from nanote import checkpoint, models
 from nanote.config import TrainConfig
+from nanote.loader import Loader
 from nanote.logs import read_metrics
 from nanote.options import read_config
 from nanote.parallel import Ranks
 from nanote.schedule import learning_rate
-from nanote.tokens import Loader, write_tokens
+from nanote.tokens import write_tokens
 from trainer_tools import OPTIONS, largest_file, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -32,8 +32,8 @@ import tyro
 from nanote import checkpoint, models, recipes, trained_model
 from nanote.command import parse, run_command
 from nanote.logs import read_metrics
+from nanote.new_folder import new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
-from nanote.tokens import new_folder
 from tools import hf_weights
 from tools.hf_weights import read_json
 

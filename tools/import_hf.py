@@ -32,8 +32,8 @@ import tyro
 from nanote import checkpoint, models, optimizers
 from nanote.command import error_line, parse, run_command
 from nanote.config import TrainConfig
+from nanote.new_folder import new_folder
 from nanote.tokenizers import get_tokenizer
-from nanote.tokens import new_folder
 from tools import hf_weights
 from tools.export_hf import token_strings
 from tools.hf_weights import read_json
