@@ -8,6 +8,8 @@ Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written 
 - One launch per parameter group, which stays valid in a graph whichever parameters have gradients.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
 
+`adam_reference` and `squares_reference` say in plain PyTorch what the two kernels do. FastAdam launches them.
+
 Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
@@ -24,6 +26,52 @@ LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
+
+@torch.no_grad()
+def adam_reference(weight, gradient, exp_avg, exp_avg_sq, master_param, step, lr, betas, eps, weight_decay,
+                   grad_scale=1.0):
+    """Update a weight, its moments and its master weight in place: `_adam` in plain PyTorch.
+
+    All arithmetic is float32. master_param: float32; or int16, the remainder; or None, of a float32 weight.
+    """
+    if master_param is None:
+        w = weight
+    elif master_param.dtype == torch.int16:
+        # the bits of the float32 master are those of the BF16 weight, then 16 zeros, plus the remainder
+        w = ((weight.view(torch.int16).int() << 16) + master_param).view(torch.float32)
+    else:
+        w = master_param
+    beta1, beta2 = betas
+    g = gradient.float() * grad_scale
+    m = beta1 * exp_avg.float() + (1 - beta1) * g
+    v = beta2 * exp_avg_sq.float() + (1 - beta2) * g.square()
+    m_hat = m / (1 - beta1**step)
+    v_hat = v / (1 - beta2**step)
+    w = w - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * w)
+    exp_avg.copy_(m)  # rounded if moments are BF16
+    exp_avg_sq.copy_(v)
+    if master_param is None:
+        weight.copy_(w)
+    elif master_param.dtype == torch.int16:
+        bits = w.view(torch.int32)
+        master_param.copy_(bits.to(torch.int16))  # the low 16 bits, as a signed number
+        weight.view(torch.int16).copy_((bits - master_param) >> 16)
+    else:
+        master_param.copy_(w)
+        weight.copy_(w)
+
+
+@torch.no_grad()
+def squares_reference(gradient, addends):
+    """Add tensors to a gradient, in place; return the sum of its squares, (): `_squares` in plain PyTorch."""
+    total = gradient.float()
+    for addend in addends:
+        total = total + addend.float()
+    gradient.copy_(total)
+    return gradient.float().square().sum()
+
+
+# ---------------------------------------------------------------- kernels
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr):
@@ -156,12 +204,15 @@ def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr
     return squares
 
 
+# ---------------------------------------------------------------- the optimizer
+
 @dataclass
-class _Tables:
-    """Kernel arguments of one parameter group, updated in place: replays of a CUDA graph read this memory."""
+class _KernelArguments:
+    """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
+    tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
 
     pointers: torch.Tensor  # (parameters, 7) int64, see `_adam`; zeros skip a parameter without a gradient
-    chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
+    chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
     addresses: list | None = None  # of the tensors for which `pointers` was made
@@ -174,7 +225,7 @@ class Slice:
 
     first: int  # index of the first one in the parameter
     size: int  # their number
-    addend_start: int = 0  # of their addends in a row of `addends`
+    addend_start: int = 0  # column of `addends` that belongs to the first one
 
 
 def _check_betas(betas, moment_dtype):
@@ -203,7 +254,7 @@ class FastAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders
         self.dtype = None  # of the parameters
         self.gradient_dtype = None
-        self.tables = []  # a _Tables for each parameter group
+        self.kernel_arguments = []  # of each parameter group
         self.slices = None  # see `set_slices`; None: update all elements of all parameters
         self.addends = None
         self.copy_distances = None
@@ -231,7 +282,7 @@ class FastAdam(torch.optim.Optimizer):
         device = groups_with_parameters[-1]["params"][0].device  # an empty group has that of one before
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
-        self.tables.append(_Tables(
+        self.kernel_arguments.append(_KernelArguments(
             pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
@@ -254,67 +305,93 @@ class FastAdam(torch.optim.Optimizer):
             raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         return types.pop()
 
-    def _make_chunks(self, parameters):
-        """Return `_Tables.chunks`, on the host."""
-        chunks = []
-        for row, parameter in enumerate(parameters):
-            count = ceil_div(self._slice(parameter).size, CHUNK)
-            chunks += [[row, chunk] for chunk in range(count)]
-        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
-
-    def _slice(self, parameter) -> Slice:
-        if self.slices is None:
-            return Slice(first=0, size=parameter.numel())
-        return self.slices.get(parameter, Slice(first=0, size=0))
-
-    def set_slices(self, slices, addends, copy_distances):
-        """From now on update a slice of each parameter, whose gradient is a sum, and write it to several
-        places. So several optimizers can divide an update. Only the state of the slices is then up to date.
-
-        Call `sum_of_squares` once before each `step`: it adds the addends to the gradients, in place.
-
-        Args:
-            slices: {parameter: Slice}; other parameters are not updated.
-            addends: (n, width), of the gradients' dtype: what is added to the gradients of all slices.
-            copy_distances: (m,) int64: bytes from a weight to each of its copies, which `step` writes, too.
-        """
-        self.slices = slices
-        self.addends = addends
-        self.copy_distances = copy_distances
-        for group, tables in zip(self.param_groups, self.tables):
-            tables.chunks = self._make_chunks(group["params"]).to(tables.lr.device)
-            tables.addresses = None  # `prepare` writes the pointers anew
+    # ------------------------------------------------------------ a step
 
     @torch.no_grad()
-    def write_options(self):
-        """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
-        for group, tables in zip(self.param_groups, self.tables):
-            values = [*group["betas"], group["eps"], group["weight_decay"]]
-            is_new_lr = group["lr"] is not tables.lr  # a number, or a tensor that no captured graph reads
-            if not is_new_lr and values == tables.values:
+    def gradient_norm(self):
+        """Return the total L2 norm of all gradients, () float32."""
+        return self.reduce_and_sum_squares().sqrt()
+
+    @torch.no_grad()
+    def reduce_and_sum_squares(self):
+        """Return the sum of the squares of all gradients, () float32. After `set_slices`, first add the
+        addends to the gradients; the sum is that of the slices."""
+        self.prepare()
+        addends = 0
+        stride = 0  # bytes
+        if self.addends is not None:
+            addends = len(self.addends)
+            stride = self.addends.stride(0) * self.addends.element_size()
+        sums = []
+        for arguments in self.kernel_arguments:
+            sums.append(torch.empty(len(arguments.chunks), device=arguments.lr.device))
+            if len(arguments.chunks):
+                with torch.cuda.device_of(arguments.lr):  # Triton launches on the current device
+                    _squares[(len(arguments.chunks),)](
+                        arguments.pointers, arguments.chunks, sums[-1], stride,
+                        TYPES[self.gradient_dtype], addends, CHUNK, BLOCK=1024, num_warps=4)
+        return torch.cat(sums).sum()
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=None):
+        """Update every parameter that has a gradient; return what `closure` returned, or None. grad_scale: ()
+        float32 on the device, multiplies the gradients. If it is not finite, weights, state and step count do
+        not change; no host synchronization."""
+        loss = None
+        device = self.kernel_arguments[0].lr.device
+        if grad_scale is not None and grad_scale.device != device:
+            raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.prepare()
+        copies = 0 if self.copy_distances is None else len(self.copy_distances)
+        counted_steps = 1 if grad_scale is None else torch.isfinite(grad_scale)  # 0 or 1
+        for group, arguments in zip(self.param_groups, self.kernel_arguments):
+            group["step"] += counted_steps
+            if not len(arguments.chunks):
                 continue
-            self._refuse_while_capturing()
-            _check_betas(group["betas"], self.moment_dtype)
-            if is_new_lr:
-                group["lr"] = tables.lr.fill_(float(group["lr"]))
-            tables.options.copy_(torch.tensor(values, dtype=torch.float64))
-            tables.values = values
+            corrections = (1 - arguments.options[:2] ** group["step"]).float()
+            scale = torch.ones((), device=arguments.lr.device) if grad_scale is None else grad_scale
+            with torch.cuda.device_of(arguments.lr):
+                _adam[(len(arguments.chunks),)](
+                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale, arguments.options,
+                    self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
+                    TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
+        return loss
+
+    # ------------------------------------------------------------ the kernels' arguments
 
     @torch.no_grad()
     def prepare(self):
         """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_options()
         self.gradient_dtype = self._find_gradient_dtype()
-        for group, tables in zip(self.param_groups, self.tables):
+        for group, arguments in zip(self.param_groups, self.kernel_arguments):
             addresses = []
             for parameter in group["params"]:
                 for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
                     addresses.append(0 if tensor is None else tensor.data_ptr())
-            if addresses != tables.addresses:
+            if addresses != arguments.addresses:
                 self._refuse_while_capturing()
-                rows = [self._pointer_row(parameter, tables.lr.device) for parameter in group["params"]]
-                tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
-                tables.addresses = addresses
+                rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
+                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
+                arguments.addresses = addresses
+
+    @torch.no_grad()
+    def write_options(self):
+        """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
+        for group, arguments in zip(self.param_groups, self.kernel_arguments):
+            values = [*group["betas"], group["eps"], group["weight_decay"]]
+            is_new_lr = group["lr"] is not arguments.lr  # a number, or a tensor that no captured graph reads
+            if not is_new_lr and values == arguments.values:
+                continue
+            self._refuse_while_capturing()
+            _check_betas(group["betas"], self.moment_dtype)
+            if is_new_lr:
+                group["lr"] = arguments.lr.fill_(float(group["lr"]))
+            arguments.options.copy_(torch.tensor(values, dtype=torch.float64))
+            arguments.values = values
 
     def _find_gradient_dtype(self):
         types = set()
@@ -328,7 +405,7 @@ class FastAdam(torch.optim.Optimizer):
         return types.pop()
 
     def _pointer_row(self, parameter, device):
-        """Return a row of `_Tables.pointers`."""
+        """Return a row of `_KernelArguments.pointers`."""
         gradient = parameter.grad
         state = self.state[parameter]
         updated = self._slice(parameter)
@@ -350,62 +427,44 @@ class FastAdam(torch.optim.Optimizer):
         return [*addresses, updated.size, addend]
 
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
-        if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.kernel_arguments[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
 
-    @torch.no_grad()
-    def gradient_norm(self):
-        """Return the total L2 norm of all gradients, () float32."""
-        return self.sum_of_squares().sqrt()
+    # ------------------------------------------------------------ an update that several optimizers divide
 
-    @torch.no_grad()
-    def sum_of_squares(self):
-        """Return the sum of the squares of all gradients, () float32. After `set_slices`, first add the
-        addends to the gradients; the sum is that of the slices."""
-        self.prepare()
-        addends = 0
-        stride = 0  # bytes
-        if self.addends is not None:
-            addends = len(self.addends)
-            stride = self.addends.stride(0) * self.addends.element_size()
-        sums = []
-        for tables in self.tables:
-            sums.append(torch.empty(len(tables.chunks), device=tables.lr.device))
-            if len(tables.chunks):
-                with torch.cuda.device_of(tables.lr):  # Triton launches on the current device
-                    _squares[(len(tables.chunks),)](
-                        tables.pointers, tables.chunks, sums[-1], stride,
-                        TYPES[self.gradient_dtype], addends, CHUNK, BLOCK=1024, num_warps=4)
-        return torch.cat(sums).sum()
+    def set_slices(self, slices, addends, copy_distances):
+        """From now on update a slice of each parameter, whose gradient is a sum, and write it to several
+        places. So several optimizers can divide an update. Only the state of the slices is then up to date.
 
-    @torch.no_grad()
-    def step(self, closure=None, grad_scale=None):
-        """Update every parameter that has a gradient; return what `closure` returned, or None. grad_scale: ()
-        float32 on the device, multiplies the gradients. If it is not finite, weights, state and step count do
-        not change; no host synchronization."""
-        loss = None
-        device = self.tables[0].lr.device
-        if grad_scale is not None and grad_scale.device != device:
-            raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.prepare()
-        copies = 0 if self.copy_distances is None else len(self.copy_distances)
-        counted_steps = 1 if grad_scale is None else torch.isfinite(grad_scale)  # 0 or 1
-        for group, tables in zip(self.param_groups, self.tables):
-            group["step"] += counted_steps
-            if not len(tables.chunks):
-                continue
-            corrections = (1 - tables.options[:2] ** group["step"]).float()
-            scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
-            with torch.cuda.device_of(tables.lr):
-                _adam[(len(tables.chunks),)](
-                    tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
-                    self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
-                    TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
-        return loss
+        Call `reduce_and_sum_squares` once before each `step`: it adds the addends to the gradients, in place.
+
+        Args:
+            slices: {parameter: Slice}; other parameters are not updated.
+            addends: (n, width), of the gradients' dtype: what is added to the gradients of all slices.
+            copy_distances: (m,) int64: bytes from a weight to each of its copies, which `step` writes, too.
+        """
+        self.slices = slices
+        self.addends = addends
+        self.copy_distances = copy_distances
+        for group, arguments in zip(self.param_groups, self.kernel_arguments):
+            arguments.chunks = self._make_chunks(group["params"]).to(arguments.lr.device)
+            arguments.addresses = None  # `prepare` writes the pointers anew
+
+    def _slice(self, parameter) -> Slice:
+        if self.slices is None:
+            return Slice(first=0, size=parameter.numel())
+        return self.slices.get(parameter, Slice(first=0, size=0))
+
+    def _make_chunks(self, parameters):
+        """Return `_KernelArguments.chunks`, on the host."""
+        chunks = []
+        for row, parameter in enumerate(parameters):
+            count = ceil_div(self._slice(parameter).size, CHUNK)
+            chunks += [[row, chunk] for chunk in range(count)]
+        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
+
+    # ------------------------------------------------------------ checkpoints
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):

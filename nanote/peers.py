@@ -148,7 +148,7 @@ class ShardedAdam:
         if self.is_summed:
             raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
         self.barrier()  # the gradients of all ranks are there
-        total = self.fast_adam.sum_of_squares()
+        total = self.fast_adam.reduce_and_sum_squares()
         dist.all_reduce(total)
         self.is_summed = True
         return total.sqrt()
