@@ -1,10 +1,23 @@
-"""A model on several ranks, and its gradients in flat buffers, summed over micro-batches and ranks.
+"""The gradients of a model, summed over the micro-batches of a step and over ranks.
 
-Each parameter's gradient is a view of a buffer that is allocated once: CUDA graphs, steps without graphs and
-the optimizer use the same memory. A wgrad GEMM writes or adds to the view itself, if it knows the attributes
-of Transformer Engine and Megatron-LM (`main_grad`, `overwrite_main_grad`, `grad_added_to_main_grad`);
-autograd's other gradients are copied or added. Ranks reduce a bucket of gradients on a CUDA stream of its own
-as soon as its last one is there (arXiv:2006.15704, section 3.2), or send it to peers (nanote/peers.py).
+A training step uses them so, whether FSDP2 has sharded the model (`ShardedGradients`) or not (`Gradients`):
+
+    with gradients.accumulate(is_first_microbatch, is_last_microbatch):    for each micro-batch
+        loss.backward()
+    gradients.set_grad()                                                   before the optimizer reads them
+
+`Gradients` keeps them in a few flat buffers, the buckets. Each gradient is a view of its bucket that is made
+once: CUDA graphs, steps without graphs and the optimizer use the same memory. In `accumulate`
+
+    _prepare        gives each parameter its view as `main_grad`
+    _collect        is called by autograd with each parameter that has its gradient
+    _complete       copies or adds what is not in the bucket yet, when all parameters of a bucket have theirs
+    reduce_bucket   sums the bucket over ranks after the last micro-batch, on a CUDA stream of its own, while
+                    the backward pass goes on (arXiv:2006.15704, section 3.2); or sends it (nanote/peers.py)
+
+A wgrad GEMM can write to the view itself. It knows three attributes of a parameter, which are Transformer
+Engine's and Megatron-LM's: it adds its result to `main_grad`, or overwrites that if `overwrite_main_grad` is
+true, and then sets `grad_added_to_main_grad`.
 """
 import contextlib
 import math
@@ -15,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from nanote import parallel
+from nanote.optimizers import FastOptimizer
 from nanote.recipes import round_up
 
 ALIGNMENT = 128  # elements: in BF16, each gradient and each rank's shard starts at a multiple of 256 bytes
@@ -37,7 +51,7 @@ def distribute(model, kind: str, grad_accum: int):
 def make_gradients(model, grad_accum: int):
     """Return the gradients of a run: in float32 if a step adds those of several micro-batches or ranks."""
     if parallel.mesh_of(model) is not None:
-        return parallel.ShardedGradients(model)
+        return ShardedGradients(model)
     adds_several = grad_accum * parallel.world_size() > 1
     return Gradients(model, dtype=torch.float32 if adds_several else None)
 
@@ -46,6 +60,9 @@ def shard_optimizer(optimizer, gradients) -> None:
     """Let each rank update a part of the parameters (ZeRO-1), if the GPUs can access each other's memory.
     Else `optimizer.not_sharded_reason` says why all ranks update all. Collective."""
     if parallel.world_size() == 1 or optimizer.mesh is not None:  # FSDP2 has sharded it
+        return
+    if not isinstance(optimizer, FastOptimizer):
+        optimizer.not_sharded_reason = "only FastAdam can divide the update"
         return
     from nanote.peers import ShardedAdam  # one process does not need it
     sharded_adam = ShardedAdam(optimizer.fast_adam, gradients.buckets)
@@ -183,19 +200,6 @@ class Gradients:
             parameter.overwrite_main_grad = self.current.is_first_microbatch
             parameter.grad_added_to_main_grad = False
 
-    def _check_agreement(self):
-        """Raise ValueError unless the same parameters have a gradient on all ranks. Collective."""
-        has_gradient = torch.tensor([parameter in self.used for parameter in self.parameters])
-        for count in parallel.sum_over_ranks(has_gradient.float()).tolist():
-            if 0 < count < self.world_size:
-                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
-                                 "only; let every parameter take part in every loss, or freeze it")
-
-    def set_grad(self) -> None:
-        """Set `grad` of each parameter that has a gradient; the optimizer leaves any other as it is."""
-        for parameter in self.parameters:
-            parameter.grad = self.views[parameter] if parameter in self.used else None
-
     @torch.no_grad()
     def _collect(self, parameter):
         """Take the gradient of a parameter, which arrives in one of three ways:
@@ -254,3 +258,54 @@ class Gradients:
                 self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self.reduce_bucket(bucket)
+
+    def _check_agreement(self):
+        """Raise ValueError unless the same parameters have a gradient on all ranks. Collective."""
+        has_gradient = torch.tensor([parameter in self.used for parameter in self.parameters])
+        for count in parallel.sum_over_ranks(has_gradient.float()).tolist():
+            if 0 < count < self.world_size:
+                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
+                                 "only; let every parameter take part in every loss, or freeze it")
+
+    def set_grad(self) -> None:
+        """Set `grad` of each parameter that has a gradient; the optimizer leaves any other as it is."""
+        for parameter in self.parameters:
+            parameter.grad = self.views[parameter] if parameter in self.used else None
+
+
+class ShardedGradients:
+    """The gradients of this rank's parts of a model that FSDP2 has sharded, in the same memory every step."""
+
+    def __init__(self, model):
+        self.model = model
+        self.views = {}  # {this rank's part of a parameter: its gradient}
+        self.used = set()  # parts that have a gradient in this step
+
+    @contextlib.contextmanager
+    def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
+        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
+        if is_first_microbatch:
+            for unit in (self.model, *self.model.blocks):
+                unit.reshard()  # an evaluation leaves weights gathered
+        self.model.set_requires_gradient_sync(is_last_microbatch)
+        yield
+        if is_last_microbatch:
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Copy this rank's parts of the gradients to `views`, and free FSDP2's."""
+        gradients = {}
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                gradients[parallel.local_part(parameter)] = parameter.grad.to_local()
+        for part, gradient in gradients.items():
+            if part not in self.views:
+                self.views[part] = torch.empty_like(gradient)
+        torch._foreach_copy_([self.views[part] for part in gradients], list(gradients.values()))
+        self.model.zero_grad(set_to_none=True)
+        self.used = set(gradients)
+
+    def set_grad(self) -> None:
+        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
+        for part in parallel.local_parameters(self.model):
+            part.grad = self.views[part] if part in self.used else None

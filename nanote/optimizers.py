@@ -1,5 +1,12 @@
 """Optimizers: AdamW, and Muon for the matrices of the blocks with AdamW for the rest.
 
+A training step and a checkpoint use each of them as an `Optimizer`, in this order:
+
+    optimizer.set_lr(lr)                    before a step, also if the step is a replayed CUDA graph
+    norm = optimizer.gradient_norm()        when every parameter has its `grad` (nanote/ddp.py)
+    optimizer.step(clip_coef, skip)
+    optimizer.gather_state()                before a checkpoint reads `optimizer.state`
+
 To train with an optimizer of your own, call a function of yours in train.py, in place of `make_optimizer`.
 Parameters are BF16 on a GPU, and an update rounded to BF16 is mostly lost, so keep a float32 copy as
 state["master_param"], as nanote/muon.py does: checkpoints store every tensor and number of `state`, and
@@ -15,17 +22,15 @@ from nanote import parallel, recipes
 
 
 class Optimizer:
-    """One optimizer, or several for different parameters of a model, as a training step uses them."""
+    """One torch.optim.Optimizer, or several for different parameters of a model."""
 
-    def __init__(self, model, *optimizers, fast_adam=None):
-        """`optimizers`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
+    capturable = False  # whether a CUDA graph can capture gradient_norm and step
+
+    def __init__(self, model, *optimizers):
         self.optimizers = list(optimizers)
         self.parameters = parallel.local_parameters(model)
         self.mesh = parallel.mesh_of(model)  # of ranks that have a shard each
-        self.fast_adam = fast_adam
-        self.sharded_adam = None  # a nanote.peers.ShardedAdam, where each rank updates a part
         self.not_sharded_reason = ""  # why each rank of --parallel ddp updates all parameters
-        self.capturable = fast_adam is not None  # a CUDA graph can capture `step`
 
     @property
     def param_groups(self) -> list[dict]:
@@ -46,40 +51,55 @@ class Optimizer:
                 group["lr"].fill_(group_lr)  # a captured update reads this memory
             else:
                 group["lr"] = group_lr
-        if self.fast_adam is not None:
-            self.fast_adam.write_options()
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients, (), over all ranks."""
-        if self.sharded_adam is not None:
-            return self.sharded_adam.gradient_norm()
-        if self.fast_adam is not None:
-            norm = self.fast_adam.gradient_norm()
-        else:
-            norm = torch.nn.utils.get_total_norm(self._gradients()).float()
+        norm = torch.nn.utils.get_total_norm(self._gradients()).float()
         return parallel.norm_over_shards(norm, self.mesh)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def step(self, clip_coef: torch.Tensor, skip: torch.Tensor) -> None:
         """Multiply the gradients by clip_coef, (), and update the parameters. If `skip`, () bool, is
         true, no parameter and no state changes, not even a step count."""
-        if self.fast_adam is None:
-            if not skip:  # waits for the GPU, which costs little where Python launches every kernel
-                torch._foreach_mul_(self._gradients(), clip_coef)
-                for optimizer in self.optimizers:
-                    optimizer.step()
+        if skip:  # waits for the GPU, which costs little where Python launches every kernel
             return
-        # FastAdam multiplies gradients as it reads them; a scale of NaN is its signal to skip the step
-        scale = torch.where(skip, math.nan, clip_coef)
-        if self.sharded_adam is not None:
-            self.sharded_adam.step(grad_scale=scale)
-        else:
-            self.fast_adam.step(grad_scale=scale)
+        torch._foreach_mul_(self._gradients(), clip_coef)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def gather_state(self) -> None:
         """Give every rank the whole state, where each rank updates a part. Collective."""
+
+
+class FastOptimizer(Optimizer):
+    """A FastAdam. The GPU decides whether to skip a step, so a CUDA graph can capture it."""
+
+    capturable = True
+
+    def __init__(self, model, fast_adam):
+        super().__init__(model, fast_adam)
+        self.fast_adam = fast_adam
+        self.sharded_adam = None  # a nanote.peers.ShardedAdam, after nanote.ddp.shard_optimizer
+
+    @property
+    def adam(self):
+        """What has the gradient norm and makes the update: FastAdam, or the ShardedAdam around it."""
+        return self.sharded_adam or self.fast_adam
+
+    def set_lr(self, lr: float) -> None:
+        super().set_lr(lr)
+        self.fast_adam.write_options()  # to the GPU, where a replay reads them
+
+    def gradient_norm(self) -> torch.Tensor:
+        return parallel.norm_over_shards(self.adam.gradient_norm(), self.mesh)
+
+    def step(self, clip_coef: torch.Tensor, skip: torch.Tensor) -> None:
+        # FastAdam multiplies gradients as it reads them, and skips a step whose scale is NaN
+        self.adam.step(grad_scale=torch.where(skip, math.nan, clip_coef))
+
+    def gather_state(self) -> None:
         if self.sharded_adam is not None:
             self.sharded_adam.gather_state()
 
@@ -98,10 +118,8 @@ def make_optimizer(model, config) -> Optimizer:
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     trained_by_muon = set(matrices)
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay},
-              {"params": not_decayed, "weight_decay": 0.0}]
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
     is_fast = parameters[0].is_cuda and not recipes.IS_REFERENCE
@@ -117,7 +135,9 @@ def make_optimizer(model, config) -> Optimizer:
         from nanote.muon import Muon
         muon = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
         return Optimizer(model, muon, adamw)
-    return Optimizer(model, adamw, fast_adam=adamw if is_fast else None)
+    if is_fast:
+        return FastOptimizer(model, adamw)
+    return Optimizer(model, adamw)
 
 
 def matrices_of_blocks(model) -> list:

@@ -173,7 +173,7 @@ def mesh_of(model) -> DeviceMesh | None:
 
 
 def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return the norm of all gradients from the norm of this rank's parts, (); the same on every rank."""
+    """Return the norm of all gradients, (), from that of this rank's parts."""
     if mesh is None:
         return norm
     norms = [torch.empty_like(norm) for _ in range(mesh["shard"].size())]
@@ -190,44 +190,6 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
     on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
                               shape=size, stride=parameter.stride())
-
-
-class ShardedGradients:
-    """As nanote.ddp.Gradients, for a model that FSDP2 has sharded: its gradients, in the same memory."""
-
-    def __init__(self, model):
-        self.model = model
-        self.views = {}  # {this rank's part of a parameter: its gradient}
-        self.used = set()  # parts that have a gradient in this step
-
-    @contextlib.contextmanager
-    def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
-        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
-        if is_first_microbatch:
-            for unit in (self.model, *self.model.blocks):
-                unit.reshard()  # an evaluation leaves weights gathered
-        self.model.set_requires_gradient_sync(is_last_microbatch)
-        yield
-        if is_last_microbatch:
-            self._take_gradients()
-
-    def _take_gradients(self) -> None:
-        """Copy this rank's parts of the gradients to `views`, and free FSDP2's."""
-        gradients = {}
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                gradients[local_part(parameter)] = parameter.grad.to_local()
-        for part, gradient in gradients.items():
-            if part not in self.views:
-                self.views[part] = torch.empty_like(gradient)
-        torch._foreach_copy_([self.views[part] for part in gradients], list(gradients.values()))
-        self.model.zero_grad(set_to_none=True)
-        self.used = set(gradients)
-
-    def set_grad(self) -> None:
-        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
-        for part in local_parameters(self.model):
-            part.grad = self.views[part] if part in self.used else None
 
 
 # ---------------------------------------------------------------- what ranks do together

@@ -1,12 +1,14 @@
 """A sharded optimizer for --parallel ddp on one machine, whose GPUs can access each other's memory.
 
-Each rank updates its shard of every bucket of parameters (nanote/ddp.py):
+Each rank updates its shard of every bucket of parameters (nanote/ddp.py). Before training, `connect` gives
+the ranks access to each other's memory. Then in each step
 
-    backward pass     copy each bucket's gradients to the ranks whose shards they are, by the copy engines
-    barrier           the gradients of all ranks are there
-    gradient norm     sum this rank's shard over ranks; all-reduce the sum of squares
-    update            of this rank's shard; the kernel writes the new weights to all GPUs
-    barrier           the weights of all ranks are there
+    send            copies the gradients of a bucket to the ranks whose shards they are, by the copy engines,
+                    as soon as the backward pass has completed the bucket
+    gradient_norm   waits for the gradients of all ranks, sums this rank's shard, all-reduces the sum of squares
+    step            updates this rank's shard, writes the new weights to all GPUs, waits for those of all ranks
+
+and before a checkpoint `gather_state` copies the optimizer state of each shard to all ranks.
 
 NCCL's kernels need SMs, and slow down the GEMMs beside them; copy engines need none. This is stage 1 of ZeRO
 (arXiv:1910.02054), except that each rank has memory for all of the optimizer state.
@@ -24,11 +26,10 @@ class ShardedAdam:
     """FastAdam for the parameters in `buckets`, of which each rank updates its shards.
 
     It stands between the gradients and FastAdam, which know nothing of it: `send` takes the place of a
-    bucket's all-reduce, `gradient_norm` and `step` that of FastAdam's. Call `connect` first.
+    bucket's all-reduce, `gradient_norm` and `step` that of FastAdam's.
     """
 
     def __init__(self, fast_adam, buckets):
-        """`fast_adam`: a FastAdam, or None, with which `connect` returns a reason."""
         self.fast_adam = fast_adam
         self.buckets = buckets
         self.rank = dist.get_rank()
@@ -36,9 +37,9 @@ class ShardedAdam:
         # the next rank first, so that not all copy to the same GPU at a time
         self.others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self.is_summed = False  # whether this rank's shard of the gradients is summed over ranks
-        # Each rank receives gradients in a row for each other rank: its shards of all buckets, side by side.
+        # Each rank receives a row of gradients from each other rank: its shards of all buckets, side by side.
         self.columns = {}  # {bucket: where its shard starts in a row}
-        self.width = 0  # of a row, in elements
+        self.width = 0  # elements of a row
         for bucket in buckets:
             self.columns[bucket] = self.width
             self.width += bucket.shard_size(self.world_size)
@@ -66,8 +67,6 @@ class ShardedAdam:
 
     def _unsupported_reason(self) -> str:
         """Return why the optimizer cannot be sharded, as this rank sees it; "" if it can."""
-        if self.fast_adam is None:
-            return "only FastAdam can divide the update"
         dtypes = {parameter.dtype for bucket in self.buckets for parameter in bucket.offsets}
         if len(dtypes) > 1:
             return "the parameters have several dtypes"

@@ -165,7 +165,7 @@ import torch
 import torch.distributed as dist
 from fast_kernels.adam import FastAdam
 from nanote import ddp, parallel, peers
-from nanote.optimizers import Optimizer, clip_coefficient
+from nanote.optimizers import FastOptimizer, clip_coefficient
 
 ranks = parallel.start()
 torch.cuda.device_count = lambda: ranks.count
@@ -205,7 +205,7 @@ def train(allocate, p2p_disable):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(2)])
     adam = FastAdam(list(model.parameters()), lr=1e-2)
-    optimizer = Optimizer(model, adam, fast_adam=adam)
+    optimizer = FastOptimizer(model, adam)
     gradients = ddp.make_gradients(model, grad_accum=1)
     ddp.shard_optimizer(optimizer, gradients)
     norms = []
