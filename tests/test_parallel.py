@@ -1,20 +1,18 @@
 """train.py on two processes that communicate by gloo, as torchrun starts them."""
-import gc
+import contextlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-import train
 from nanote import checkpoint, ddp, parallel
 from trainer_tools import ROOT, RUN_ALL, losses, metrics, run_ranks, run_train
 
@@ -24,6 +22,7 @@ OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS}
            "--checkpoint-interval 2 --keep-checkpoints 9 --device cpu")
 HF = ("--activation gelu --no-use-rmsnorm --no-use-rotary --bias --fp8-recipe none --init-from hf "
       "--max-steps 2 --checkpoint-interval 0 --eval-interval 0")
+ON_CPU = {"NANOTE_ENGINE": "reference", "CUDA_VISIBLE_DEVICES": ""}
 TOGETHER = {  # runs of two processes; the same samples a step as "one"
     "ddp": "--micro-batch-size 4", "hsdp": "--micro-batch-size 4 --parallel hsdp",
     "fsdp": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp",
@@ -67,49 +66,39 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     assert losses("nan", "skipped")[-1] == 1 and len(losses("nan")) == STEPS
 
 
-def start_torchrun(options):
-    """Do what `torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py` does, in forks of this
-    process, which has imported everything; return the process that starts the ranks. All print to `log`."""
-    def train_on_a_rank(arguments):
-        gc.collect()  # te_reference would reduce the amaxes of other tests' models
-        torch.set_num_threads(1)  # a fork has no threads of OpenMP
-        assert train.run(arguments) == 0
-        torch.distributed.destroy_process_group()
-
-    def run():
-        log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        for number in (1, 2):
-            os.dup2(log, number)
-        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", run_id="test",
-                              rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork")
-        elastic_launch(config, train_on_a_rank)(options.split())
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    return process
+@contextlib.contextmanager
+def torchrun(options):
+    """Run train.py on two ranks, which print to `log`."""
+    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "1", ROOT / "train.py", *options.split()]
+    with open("log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ON_CPU)
+    try:
+        yield process
+    finally:
+        process.terminate()  # stops the ranks
 
 
-def kill_one_rank(torchrun, number):
+def kill_one_rank(process, number):
     """Send a signal to the last process that torchrun has started."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), number)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork cannot use the GPU")
 def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tokens):
     """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
-    torchrun = start_torchrun(f"{OPTIONS} --max-steps 9000 --checkpoint-interval 30 --eval-interval 0 "
-                              f"--micro-batch-size 2 --n-layer 1 --data {tokens}")
-    wait_for(lambda: "step 40/" in Path("log").read_text())  # not in a save, for which the other rank waits
-    kill_one_rank(torchrun, signal.SIGKILL)
-    wait_for(lambda: Path("log").read_text().count("tiny from step") == 2)
-    begun = checkpoint.latest("out/tiny")
-    wait_for(lambda: checkpoint.latest("out/tiny") != begun)
-    kill_one_rank(torchrun, signal.SIGTERM)
-    torchrun.join(240)
+    options = (f"{OPTIONS} --max-steps 9000 --checkpoint-interval 30 --eval-interval 0 "
+               f"--micro-batch-size 2 --n-layer 1 --data {tokens}")
+    with torchrun(options) as process:
+        wait_for(lambda: "step 40/" in Path("log").read_text())  # not in a save, which the other rank awaits
+        kill_one_rank(process, signal.SIGKILL)
+        wait_for(lambda: Path("log").read_text().count("tiny from step") == 2)
+        begun = checkpoint.latest("out/tiny")
+        wait_for(lambda: checkpoint.latest("out/tiny") != begun)
+        kill_one_rank(process, signal.SIGTERM)
+        exit_code = process.wait(240)
     printed = Path("log").read_text()
-    assert torchrun.exitcode == 0, printed
+    assert exit_code == 0, printed
     assert "stopped after step" in printed and "resume with" in printed and os.listdir("out") == ["tiny"]
     last = checkpoint.step_of(checkpoint.latest("out/tiny"))
     assert [record["step"] for record in metrics("out/tiny")] == list(range(1, last + 1))
@@ -117,7 +106,7 @@ def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tok
 
 def wait_for(condition, seconds=120):
     until = time.monotonic() + seconds
-    while not Path("log").exists() or not condition():
+    while not condition():
         assert time.monotonic() < until, Path("log").read_text()
         time.sleep(0.05)
 
