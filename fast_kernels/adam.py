@@ -28,8 +28,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @torch.no_grad()
-def adam_reference(weight, gradient, exp_avg, exp_avg_sq, master_param, step, lr, betas, eps, weight_decay,
-                   grad_scale=1.0):
+def adam_reference(weight, gradient, exp_avg, exp_avg_sq, master_param=None, *, step, lr, betas, eps,
+                   weight_decay, grad_scale=1.0):
     """Update a weight, its moments and its master weight in place: `_adam` in plain PyTorch.
 
     All arithmetic is float32. master_param: float32; or int16, the remainder; or None, of a float32 weight.

@@ -5,8 +5,9 @@ the ranks access to each other's memory. Then in each step
 
     send            copies the gradients of a bucket to the ranks whose shards they are, by the copy engines,
                     as soon as the backward pass has completed the bucket
-    gradient_norm   waits for the gradients of all ranks, sums this rank's shard, all-reduces the sum of squares
-    step            updates this rank's shard, writes the new weights to all GPUs, waits for those of all ranks
+    gradient_norm   waits for the gradients of all ranks; sums this rank's shard over ranks; all-reduces the
+                    sum of squares
+    step            updates this rank's shard; writes the new weights to all GPUs; waits for all ranks
 
 and before a checkpoint `gather_state` copies the optimizer state of each shard to all ranks.
 

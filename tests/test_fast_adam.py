@@ -76,19 +76,14 @@ def test_equals_adamw(dtype, remainders, scale):
             assert (parameter.double() - reference).abs().max() <= 2.0**-8 * reference.abs().max()
 
 
-@pytest.mark.parametrize("change, close", [
-    (dict(store_param_remainders=False), 0), (dict(moment_dtype=torch.bfloat16), 0.02)])
-def test_how_state_is_stored_changes_little(change, close):
-    """A remainder is a float32 master bit for bit; BF16 moments are close to float32 moments."""
-    updates, before = [], torch.cat([p.detach().float().flatten() for p in parameters(torch.bfloat16)])
-    for options in ({}, change):
+def test_a_remainder_is_a_float32_master_bit_for_bit():
+    masters = []
+    for remainders in (True, False):
         params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), **options)
+        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
         train(optimizer, params, 4)
-        assert optimizer.state[params[0]]["exp_avg"].dtype == options.get("moment_dtype", torch.float32)
-        updates.append(torch.cat([master(optimizer, p).flatten() for p in params]) - before)
-    difference = (updates[0] - updates[1]).norm()
-    assert difference <= close * updates[0].norm() and (difference > 0) == (close > 0)
+        masters.append([master(optimizer, p) for p in params])
+    assert_equal(*masters)
 
 
 @pytest.mark.parametrize("options, value", [
@@ -114,7 +109,7 @@ def test_fast_adam_skips_a_step(options, value):
 
 
 @pytest.mark.parametrize("dtype, options", [
-    (torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, dict(moment_dtype=torch.bfloat16))])
+    (torch.float32, {}), (torch.bfloat16, dict(moment_dtype=torch.bfloat16))])
 def test_equals_the_reference_as_gradients_come_and_go(dtype, options):
     """Each parameter with a gradient is updated and counts in the norm, also if their number is unchanged."""
     params, copies = parameters(dtype), parameters(dtype)
@@ -122,7 +117,7 @@ def test_equals_the_reference_as_gradients_come_and_go(dtype, options):
     reference = types.SimpleNamespace(state={})
     for parameter, other in zip(params, copies):
         reference.state[other] = copy.deepcopy(optimizer.state[parameter])
-    for step, present in enumerate([(1, 3), (0, 2), (2, 3), (0, 1, 2, 3), (), (0, 1)], 1):
+    for step, present in enumerate([(1, 3), (0, 2), (0, 1, 2, 3), (), (0, 1)], 1):
         for number, (parameter, gradient) in enumerate(zip(params, gradients(step, dtype))):
             parameter.grad = gradient if number in present else None
         squares = 0
@@ -131,11 +126,12 @@ def test_equals_the_reference_as_gradients_come_and_go(dtype, options):
             other = copies[number]
             # the step count is the group's, as in Transformer Engine
             fast_adam.adam_reference(
-                other, params[number].grad, **{"master_param": None, **reference.state[other]}, step=step,
-                lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+                other, params[number].grad, **reference.state[other], step=step, lr=1e-2, betas=(0.9, 0.95),
+                eps=1e-8, weight_decay=0.0)
         assert optimizer.gradient_norm().item() == pytest.approx(float(squares) ** 0.5, rel=1e-6)
         optimizer.step()
         for parameter, other in zip(params, copies):
+            assert optimizer.state[parameter]["exp_avg"].dtype == options.get("moment_dtype", torch.float32)
             tolerance = 1e-4 if "moment_dtype" in options else 1e-6  # a moment may be rounded the other way
             torch.testing.assert_close(
                 master(optimizer, parameter), master(reference, other), rtol=tolerance, atol=tolerance)
