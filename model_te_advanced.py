@@ -89,10 +89,14 @@ class Attention(nn.Module):
         qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            q = self.q_norm(q.contiguous())
+            k = self.k_norm(k.contiguous())
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+            q = apply_rope(q, *rope)
+            k = apply_rope(k, *rope)
+        q = q.transpose(1, 2)  # (B, heads, S, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)

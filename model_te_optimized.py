@@ -64,7 +64,8 @@ try:
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
-DelayedScaling, Format = te_recipe.DelayedScaling, te_recipe.Format
+DelayedScaling = te_recipe.DelayedScaling
+Format = te_recipe.Format
 
 
 # ------------------------------------------------------------------------------
@@ -246,9 +247,11 @@ class Attention(nn.Module):
         qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            q = self.q_norm(q.contiguous())
+            k = self.k_norm(k.contiguous())
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q = apply_rope(q, *rope)
+            k = apply_rope(k, *rope)
         if kv_cache is not None:
             end = kv_cache.length + length
             kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
@@ -262,11 +265,10 @@ class Attention(nn.Module):
         """Compute softmax(q·kᵀ / √D)·v with a causal mask.
 
         q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
-        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D); some kernels merge
-        dimensions, so the caller reshapes it.
+        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D), of which some kernels merge dimensions.
         """
         if self.runs_sdpa(q.dtype):
-            return self.sdpa(q, k, v, mask, is_causal=mask is None)
+            return self.sdpa(q, k, v, mask, is_causal=(mask is None))
         if self.kernel == "te":
             return te_attention(self.attention, q, k, v, cu_seqlens)
         return flash_attention(q, k, v, cu_seqlens)
@@ -287,7 +289,9 @@ class Attention(nn.Module):
     def sdpa(self, q, k, v, mask, is_causal):
         """Run PyTorch's kernel: q (B, S, n_head, D) -> (B, S, n_head, D)."""
         config = self.config
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+        q = q.transpose(1, 2)  # (B, heads, S, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(
@@ -312,7 +316,7 @@ class Block(nn.Module):
 
 
 def cross_entropy(logits, labels):
-    """Return the mean loss over labels that are not -100, float32 (): (B, S, vocab_size), (B, S) -> ()."""
+    """Return the mean over the labels that are not -100, float32: (B, S, vocab_size), (B, S) -> ()."""
     loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
     return loss.reshape(())
 
@@ -506,7 +510,9 @@ def flash_attention(q, k, v, cu_seqlens=None):
         y = flash_attn_func(q, k, v, causal=True)
     else:
         length = q.shape[1]
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+        q = q.flatten(0, 1)  # (B·S, heads, D)
+        k = k.flatten(0, 1)
+        v = v.flatten(0, 1)
         y = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
                                    max_seqlen_q=length, max_seqlen_k=length, causal=True)
     return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
@@ -517,7 +523,9 @@ def te_attention(attention, q, k, v, cu_seqlens=None):
     if cu_seqlens is None:
         return attention(q, k, v)
     length = q.shape[1]
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+    q = q.flatten(0, 1)  # (B·S, heads, D)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     return attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
                      cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
 
