@@ -117,9 +117,7 @@ class Block(nn.Module):
 
 class CustomGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
-    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
-    `output` may be replaced before the first forward pass."""
+    Labels are already shifted. `OptimizedGPT2Model` says more."""
 
     def __init__(self, config):
         super().__init__(config)

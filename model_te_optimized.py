@@ -91,8 +91,7 @@ class FP8Model(nn.Module):
 
     def fp8_if(self, condition):
         """Return a context, for a part of what `autocast` covers, that turns FP8 off unless `condition`."""
-        # Not autocast(enabled=condition): after an inner region TE takes the next module for the first of the
-        # pass, whose backward pass updates the scales of all gradients
+        # Not autocast(condition): with a region for each block TE updates the scales of gradients after each
         return nullcontext() if condition else self.autocast(enabled=False)
 
     def fp8_weights_if(self, condition):
