@@ -12,7 +12,7 @@
   `Branch.gradient_quantization` says how. A branch whose value was changed is made anew as `Branch(x)`,
   without it.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
-  dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
+  dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
 - Without FP8 the same functions run in plain PyTorch.
 """
 
@@ -29,11 +29,6 @@ import torch.nn.functional as F
 from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor, FP8Data
 from fast_kernels.gemm import gemm
-
-# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
-# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it
-# (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would add about 3 %.
-DGRAD_FAST_ACCUM_K = 3072
 
 
 class Quantization(NamedTuple):
@@ -189,22 +184,10 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 # ---------------------------------------------------------------- GEMMs and their gradients
 
-def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
-    """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
-
-    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data."""
-    dbias = dx = dweight = None
-    if isinstance(dy, Float8Tensor):
-        fp8_dy = dy
-        if needs_dbias:
-            dbias = dy.dequantize().sum(0)
-    else:
-        fp8_dy, dbias = casts.cast(dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
-    if needs_dx:
-        dx = input_gradient(fp8_dy, weight)
-    if needs_dweight:
-        dweight = _weight_gradient(layer.weight, fp8_dy, x)
-    return dx, dweight, dbias
+# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
+# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it
+# (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would add about 3 %.
+DGRAD_FAST_ACCUM_K = 3072
 
 
 def forward_gemm(x, weight, bias=None):
@@ -223,7 +206,25 @@ def weight_gradient(dy, x, **options):
     return gemm(dy.columnwise, dy.scale_inv, x.columnwise, x.scale_inv, **options)
 
 
-def _weight_gradient(parameter, dy, x):
+def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
+    """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
+
+    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data."""
+    dbias = dx = dweight = None
+    if isinstance(dy, Float8Tensor):
+        fp8_dy = dy
+        if needs_dbias:
+            dbias = dy.dequantize().sum(0)
+    else:
+        fp8_dy, dbias = casts.cast(dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
+    if needs_dx:
+        dx = input_gradient(fp8_dy, weight)
+    if needs_dweight:
+        dweight = _parameter_gradient(layer.weight, fp8_dy, x)
+    return dx, dweight, dbias
+
+
+def _parameter_gradient(parameter, dy, x):
     """Return wgrad, in `main_grad` of a weight that has one, as Megatron-LM and TE do.
 
     Attributes of such a weight: overwrite_main_grad tells the first GEMM of a step to overwrite `main_grad`,
