@@ -131,7 +131,8 @@ def _differentiate(ctx, dout, dqk, dlse):
         dout.contiguous(), qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options)
     if q_weight is None:
         dq_weight = dk_weight = None
-    return dqkv, None, None, dq_weight, dk_weight, None, None, None, None, None
+    no_gradients = [None] * 5  # of cu_seqlens and the options
+    return dqkv, None, None, dq_weight, dk_weight, *no_gradients
 
 
 @operation(

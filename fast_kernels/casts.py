@@ -40,7 +40,7 @@ from fast_kernels.library import (
 # A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
-DBIAS_TILE = dict(TILE, ROWS=128)  # for kernels that also write one row of partial sums per row of tiles
+DBIAS_TILE = dict(TILE, ROWS=128)  # of kernels that also write partial sums: one row for each row of tiles
 SMS = 132  # of a Hopper GPU; a norm's backward kernel writes one row of partial sums per program
 MAX_WIDTH = 16384  # of the residual: a norm kernel holds whole rows
 TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -57,8 +57,8 @@ ACTIVATIONS = (*UNGATED, *GATED)
 def quantize_reference(x, scale, amax, fp8_dtype):
     """Return x (N, D) as an FP8 tensor, and raise amax."""
     amax.copy_(torch.maximum(amax, x.nan_to_num(nan=0.0, posinf=float("inf")).abs().max()))
-    largest = torch.finfo(fp8_dtype).max
-    rowwise = (x.float() * scale).clamp(-largest, largest).to(fp8_dtype)
+    fp8_max = torch.finfo(fp8_dtype).max
+    rowwise = (x.float() * scale).clamp(-fp8_max, fp8_max).to(fp8_dtype)
     return FP8Data(rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1))
 
 
@@ -352,10 +352,9 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16."""
     if is_fake(x[0]):
         return
-    tensors = zip(x, rowwise, columnwise, scale_inv, scale, amax)
     key = tuple(
-        (own_x.data_ptr(), *(tensor.data_ptr() for tensor in others), own_x.shape, own_x.dtype)
-        for own_x, *others in tensors)
+        (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
+        for tensors in zip(x, rowwise, columnwise, scale_inv, scale, amax))
 
     def make():
         rows, tiles = [], []  # as `_cast_all_kernel` reads them

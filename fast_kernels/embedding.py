@@ -40,7 +40,7 @@ class TiedGradient:
         if self.dweight is None:
             self.dweight = dweight
         else:
-            self.dweight += dweight  # in place: the first may be in `main_grad`
+            self.dweight += dweight  # in place: the first may be `main_grad`, which must hold the sum
 
     def take(self):
         """Return the sum of what was added, or None, and forget it."""

@@ -78,7 +78,7 @@ class Branch(NamedTuple):
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
-NO_BRANCH = Branch(None)
+NO_BRANCH = Branch(None)  # of a stream without one: no tensors
 
 
 class Stream(NamedTuple):
@@ -134,6 +134,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=Non
         raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
                         "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
     branch = NO_BRANCH if stream.branch is None else stream.branch
+    # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
     layer = module.begin_pass(0, inputs, is_first_microbatch)
     bias = layer.bias if adds_bias else None

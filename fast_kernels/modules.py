@@ -50,14 +50,14 @@ def __getattr__(name):
 
 # ---------------------------------------------------------------- recipes
 
-_Maximum = namedtuple("_Maximum", "max_fwd max_bwd")  # the largest value of a format
+_Maxima = namedtuple("_Maxima", "max_fwd max_bwd")  # FP8_MAX, the largest value, forward and backward
 
 
 class Format(Enum):
     """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
 
-    E4M3 = _Maximum(448.0, 448.0)
-    HYBRID = _Maximum(448.0, 57344.0)
+    E4M3 = _Maxima(448.0, 448.0)
+    HYBRID = _Maxima(448.0, 57344.0)
 
 
 @dataclass
@@ -253,11 +253,15 @@ class _Recompute:
 
 # Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
+    # linear modules and norms
     sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
     get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
-    zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
-    window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
-    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
+    zero_centered_gamma=False, delay_wgrad_compute=False, parameters_split=None,
+    # attention and TransformerLayer
+    attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal", window_size=None,
+    softmax_scale=None, layer_type="encoder",
+    # FusedAdam
+    amsgrad=False, bias_correction=True, adam_w_mode=True, master_weight_dtype=torch.float32,
     name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
 
 

@@ -46,6 +46,21 @@ def _must_save(context, op, *args, **kwargs):
 checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 
 
+class GradientScaling(NamedTuple):
+    """How the output gradients of a module's GEMMs are quantized."""
+
+    state: object  # the module's ScalingState
+    fp8_dtype: torch.dtype
+    update_arguments: tuple  # of `update_scales`
+
+    def quantization(self, slot):
+        return self.state.quantization(slot, self.fp8_dtype)
+
+    def update(self):
+        """Update the scales, after the module's backward pass."""
+        update_scales(self.state, *self.update_arguments)
+
+
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe = region.recipe
@@ -92,21 +107,6 @@ def run(module, x, region, is_training, is_first_microbatch):
     if is_training:
         update_scales(state, maxima.max_fwd, *update_options)
     return y
-
-
-class GradientScaling(NamedTuple):
-    """How the output gradients of a module's GEMMs are quantized."""
-
-    state: object  # the module's ScalingState
-    fp8_dtype: torch.dtype
-    update_arguments: tuple  # of `update_scales`
-
-    def quantization(self, slot):
-        return self.state.quantization(slot, self.fp8_dtype)
-
-    def update(self):
-        """Update the scales, after the module's backward pass."""
-        update_scales(self.state, *self.update_arguments)
 
 
 def _detach(parameter):
