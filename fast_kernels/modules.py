@@ -325,8 +325,8 @@ class Module(CheckedOptions, nn.Module):
         check_options(kind, options)
         dtype = params_dtype or torch.get_default_dtype()
         self.factory = dict(dtype=dtype, device=device or _device())  # of parameters
-        # fp8_checkpoint: TE's name for whether the last forward pass was in FP8
-        self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
+        self.fp8_meta = {"num_gemms": num_gemms}
+        self.fp8_meta["fp8_checkpoint"] = False  # TE's name for whether the last forward pass was in FP8
         self._fp8_workspaces = {}  # {weight's name: FP8Data}, kept over the micro-batches of a step
         self._quantizations = {}  # {(GEMM, format): its GemmQuantizations}
         self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
