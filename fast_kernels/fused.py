@@ -51,9 +51,7 @@ class LinearPass:
     fp8_weight: FP8Data | None = None
     input_quantization: Quantization | None = None
     gradient_quantization: Quantization | None = None  # of the output's gradient
-    # Called after the layer's backward pass. Updates the scales of all gradients in the layer that ran first
-    # in the forward pass, whose backward pass is the last; in the others it does nothing.
-    update_gradient_scales: Callable | None = None
+    update_gradient_scales: Callable | None = None  # called after the layer's backward pass
 
 
 # Branch, Stream and Output are tuples: models unpack them, and FSDP2 traverses tuples to find tensors.
@@ -168,7 +166,7 @@ def _linear(branch: Branch, layer, activation, adds_bias):
     gemm_bias = layer.bias if adds_bias else None
     branch_bias = None if adds_bias else layer.bias
     if branch_bias is not None and dist.is_initialized():
-        branch_bias = branch_bias.clone()  # FSDP2 frees a block's parameters before the next block adds it
+        branch_bias = branch_bias.clone()  # FSDP2 frees parameters before the next block adds it
     if layer.fp8_weight is None:
         return Branch(F.linear(branch.output, layer.weight, gemm_bias), branch_bias)
     y = _Linear.apply(

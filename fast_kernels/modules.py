@@ -409,7 +409,8 @@ class Module(CheckedOptions, nn.Module):
 
     def _register_for_update(self, *tensors):
         """Let the outermost region update this module's scales. Return what a layer calls after its backward
-        pass: the update of all gradients' scales in the first layer that has one, since it runs last.
+        pass: in the layer that runs first, whose backward pass is the last, the update of all gradients'
+        scales; in the others nothing.
 
         tensors: those that the layer's backward pass gives gradients to, or None.
         """
