@@ -1,10 +1,8 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names.
-`model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
+Copy this file, `model_te_optimized.py` (all that is not architecture), and an engine; that file names them.
 
-Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
+Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention. Next: `model_te_optimized.py`.
 
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
@@ -14,7 +12,6 @@ The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and
   kernels, packed documents, generation and gradient checkpointing, and gives the references.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +20,15 @@ import torch.nn.functional as F
 
 from model_te_optimized import (
     FP8Model,
+    apply_rope,
     check_choices,
-    check_multiples,
+    cross_entropy,
     fp8_forward,
+    norm_options,
     normal_init,
     residual_init,
-    round_up,
+    rope_tables,
+    set_sizes,
     te,
 )
 
@@ -62,46 +62,8 @@ class AdvancedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
-            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
-                self.n_inner = round_up(8 * self.n_embd // 3, 64)
-
-        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
-        width_multiple = gemm_multiple
-        if self.head_dim is None:
-            width_multiple = math.lcm(gemm_multiple, self.n_head)
-            self.head_dim = self.n_embd // self.n_head
-        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
-        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
-        if self.use_rotary:
-            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
-        check_multiples(
-            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
-        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        check_choices(self, activation=["gelu", "swiglu"], n_kv_head=divisors)
-
-    @property
-    def norm(self):  # arguments of TE's modules
-        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
-
-    def in_fp8(self, layer):
-        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
-
-
-def rope_tables(positions, head_dim, theta):
-    """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions.float()[..., None, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, heads, D)."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        check_choices(self, activation=["gelu", "swiglu"])
+        set_sizes(self)
 
 
 class Attention(nn.Module):
@@ -113,7 +75,8 @@ class Attention(nn.Module):
         q_size = config.n_head * config.head_dim
         kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            **norm_options(config))
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -126,10 +89,14 @@ class Attention(nn.Module):
         qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            q = self.q_norm(q.contiguous())
+            k = self.k_norm(k.contiguous())
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+            q = apply_rope(q, *rope)
+            k = apply_rope(k, *rope)
+        q = q.transpose(1, 2)  # (B, heads, S, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
@@ -144,8 +111,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config)
         self.mlp = te.LayerNormMLP(
-            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
-            init_method=normal_init, output_layer_init_method=residual_init(config))
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation,
+            init_method=normal_init, output_layer_init_method=residual_init(config), **norm_options(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, is_first_microbatch=None):
@@ -155,9 +122,7 @@ class Block(nn.Module):
 
 class AdvancedGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
-    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
-    `output` may be replaced before the first forward pass."""
+    Labels are already shifted. `OptimizedGPT2Model` says more."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -170,15 +135,15 @@ class AdvancedGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with self.allow_fp8_weights(config.in_fp8(layer)):
+            with self.fp8_weights_if(self.in_fp8(layer)):
                 self.blocks.append(Block(config))
         # A tied weight has no FP8 values, which nn.Embedding cannot read
-        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
+        with self.fp8_weights_if(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.LayerNormLinear(
-                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
+                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **norm_options(config))
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.drop_local_functions()
+        self.make_picklable()
 
     @fp8_forward
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
@@ -196,15 +161,14 @@ class AdvancedGPT2Model(FP8Model):
         x = self.dropout(x)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with self.allow_fp8(config.in_fp8(layer)):
+                with self.fp8_if(self.in_fp8(layer)):
                     x = block(x, rope, is_first_microbatch)
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with self.allow_fp8(self.config.fp8_lm_head):
+        with self.fp8_if(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
-        return loss.reshape(())
+        return cross_entropy(logits, labels)

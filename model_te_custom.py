@@ -1,10 +1,8 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from single layers: every operation is visible.
 
-Copy two files, this one and `model_te_optimized.py`, and an engine, which that file names.
-`model_te_optimized.py` has what is not architecture: the engine, the FP8 state, initializers.
+Copy this file, `model_te_optimized.py` (all that is not architecture), and an engine; that file names them.
 
-Lesson 2 of five: every layer in sight, and where FP8 casts cost an extra pass over memory.
-The lessons are model_te, model_te_custom, model_te_fused, model_te_advanced and model_te_optimized.
+Lesson 2 of five: every layer in sight, and where FP8 casts read memory once more. Next: `model_te_fused.py`.
 
 - `te.Linear` and `te.LayerNorm` replace `nn.Linear` and `nn.LayerNorm`, and `te.autocast` around the blocks
   turns FP8 on. Start from this file if your model's layers differ from TE's: replace the linear layers.
@@ -22,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_te_optimized import FP8Model, check_multiples, fp8_forward, normal_init, residual_init, te
+from model_te_optimized import FP8Model, cross_entropy, fp8_forward, normal_init, residual_init, set_sizes, te
 
 
 @dataclass
@@ -47,16 +45,12 @@ class CustomConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
-        self.n_kv_head = self.n_head
-        self.head_dim = self.n_embd // self.n_head
-        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
-        width_multiple = math.lcm(gemm_multiple, self.n_head)
-        check_multiples(self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple)
-
-    def in_fp8(self, layer):
-        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
+        # As in GPT-2; model_te_advanced.py makes them fields
+        self.n_kv_head = None
+        self.head_dim = None
+        self.activation = "gelu"
+        self.use_rotary = False
+        set_sizes(self)
 
 
 class Attention(nn.Module):
@@ -77,7 +71,9 @@ class Attention(nn.Module):
         qkv = self.qkv(self.norm(x), is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split(config.n_head, dim=2)  # (B, S, n_head, D)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, n_head, S, D)
+        q = q.transpose(1, 2)  # (B, n_head, S, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         scores = (q @ k.transpose(2, 3)).float() / math.sqrt(config.head_dim)  # (B, n_head, queries, keys)
         is_future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(is_future, -math.inf)
@@ -121,9 +117,7 @@ class Block(nn.Module):
 
 class CustomGPT2Model(FP8Model):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
-    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
-    `output` may be replaced before the first forward pass."""
+    Labels are already shifted. `OptimizedGPT2Model` says more."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -135,36 +129,34 @@ class CustomGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with self.allow_fp8_weights(config.in_fp8(layer)):
+            with self.fp8_weights_if(self.in_fp8(layer)):
                 self.blocks.append(Block(config))
         self.norm = te.LayerNorm(config.n_embd, eps=config.layernorm_epsilon)
         # A tied weight has no FP8 values, which nn.Embedding cannot read
-        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
+        with self.fp8_weights_if(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.Linear(config.n_embd, config.vocab_size, bias=False, init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.drop_local_functions()
+        self.make_picklable()
 
     @fp8_forward
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given. With gradient accumulation, is_first_microbatch is
         True for the first micro-batch of a step and False for the others, which reuse its FP8 weights."""
-        config = self.config
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with self.allow_fp8(config.in_fp8(layer)):
+                with self.fp8_if(self.in_fp8(layer)):
                     x = block(x, is_first_microbatch)
-            return self.output(self.norm(x), labels, is_first_microbatch)
+            return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
-        """Apply lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given. Unlike in the other
-        files, x has been through the final norm."""
-        with self.allow_fp8(self.config.fp8_lm_head):
+        """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
+        x = self.norm(x)
+        with self.fp8_if(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
-        return loss.reshape(())
+        return cross_entropy(logits, labels)

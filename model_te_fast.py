@@ -57,9 +57,14 @@ class FP8Model(nn.Module):
         another one."""
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
-    def allow_fp8(self, allowed):
-        """Return a context that turns FP8 off unless `allowed`."""
-        return nullcontext() if allowed else self.autocast(enabled=False)
+    def fp8_if(self, condition):
+        """Return a context, for a part of what `autocast` covers, that turns FP8 off unless `condition`."""
+        return nullcontext() if condition else self.autocast(enabled=False)
+
+    def in_fp8(self, layer):
+        """Return whether the config runs this block in FP8."""
+        config = self.config
+        return config.fp8_skip_first <= layer < config.n_layer - config.fp8_skip_last
 
     def check_input(self, batch, length):
         """Raise ValueError for input_ids (batch, length) that do not fit."""
@@ -67,10 +72,9 @@ class FP8Model(nn.Module):
         if length > n_positions:
             raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}: too long")
         tokens = batch * length
-        multiple = 16  # tokens are the K dimension of wgrad
-        if self.config.use_fp8 and tokens % multiple:
-            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
-                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
+        if self.config.use_fp8 and tokens % 16:  # tokens are the K dimension of wgrad
+            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of 16; "
+                             f"{round_up(tokens, 16)} tokens work, or use_fp8=False")
 
 
 # ------------------------------------------------------------------------------
@@ -81,33 +85,6 @@ normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 def residual_init(config):  # as in GPT-2: smaller for the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
-
-
-def round_up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
-
-
-def check_multiples(config, **multiples):
-    """Raise ValueError unless each field of the config is a multiple of its number."""
-    for field, multiple in multiples.items():
-        value = getattr(config, field)
-        if value % multiple == 0:
-            continue
-        works = round_up(value, multiple)
-        if field == "vocab_size":
-            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
-        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
-        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
-                         f"({values}); {works} works")
-
-
-def check_choices(config, **choices):
-    """Raise ValueError unless each field of the config has one of its values."""
-    for field, values in choices.items():
-        value = getattr(config, field)
-        if value not in values:
-            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
 
 
 @dataclass
@@ -138,34 +115,14 @@ class FastConfig:
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
-    def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
-            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
-                self.n_inner = round_up(8 * self.n_embd // 3, 64)
+    def __post_init__(self):  # LayerNormMLP checks the activation
+        set_sizes(self)
 
-        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
-        width_multiple = gemm_multiple
-        if self.head_dim is None:
-            width_multiple = math.lcm(gemm_multiple, self.n_head)  # n_embd must divide into heads, too
-            self.head_dim = self.n_embd // self.n_head
-        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
-        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
-        if self.use_rotary:
-            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
-        check_multiples(
-            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
-        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        check_choices(self, n_kv_head=divisors)
 
-    @property
-    def norm(self):  # arguments of TE's modules
-        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
-
-    def in_fp8(self, layer):
-        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
+def norm_options(config):
+    """Return the arguments of TE's modules that choose their norm."""
+    normalization = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
+    return dict(normalization=normalization, eps=config.layernorm_epsilon)
 
 
 def rope_tables(positions, head_dim, theta):
@@ -176,7 +133,9 @@ def rope_tables(positions, head_dim, theta):
 
 
 class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> (stream, branch)."""
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> (stream, branch).
+
+    A Stream is flat, (B·S, n_embd); shape is (B, S)."""
 
     def __init__(self, config):
         super().__init__()
@@ -184,7 +143,8 @@ class Attention(nn.Module):
         q_size = config.n_head * config.head_dim
         kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            **norm_options(config))
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -195,14 +155,17 @@ class Attention(nn.Module):
         batch, length = shape
         stream, qkv = fused.norm_linear(stream, self.qkv, is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(batch, length, -1)  # (B, S, (n_head + 2 n_kv_head) · D)
-        q_weight, k_weight = None, None
+        q_weight = None
+        k_weight = None
         if config.use_qk_norm:
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+            q_weight = self.q_norm.weight
+            k_weight = self.k_norm.weight
         y = packed_attention(
             qkv, config.n_head, config.n_kv_head, rope, q_weight, k_weight, config.layernorm_epsilon,
             cu_seqlens=cu_seqlens)
         y = y.flatten(0, 1)  # (B·S, n_head · D)
-        return fused.Output(stream, fused.linear(y, self.proj, is_first_microbatch))
+        branch = fused.linear(y, self.proj, is_first_microbatch)
+        return fused.Output(stream, branch)
 
 
 class MLP(te.LayerNormMLP):
@@ -210,7 +173,8 @@ class MLP(te.LayerNormMLP):
 
     def forward(self, stream, is_first_microbatch=None):
         stream, hidden = fused.norm_fc1(stream, self, is_first_microbatch)
-        return fused.Output(stream, fused.activation_linear(hidden, self, is_first_microbatch))
+        branch = fused.activation_linear(hidden, self, is_first_microbatch)
+        return fused.Output(stream, branch)
 
 
 class Block(nn.Module):
@@ -221,8 +185,8 @@ class Block(nn.Module):
         self.config = config
         self.attn = Attention(config)
         self.mlp = MLP(
-            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
-            init_method=normal_init, output_layer_init_method=residual_init(config))
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation,
+            init_method=normal_init, output_layer_init_method=residual_init(config), **norm_options(config))
 
     def forward(self, stream, shape, rope=None, cu_seqlens=None, is_first_microbatch=None):
         stream, branch = self.attn(stream, shape, rope, cu_seqlens, is_first_microbatch)
@@ -254,7 +218,7 @@ class FastGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.lm_head = te.LayerNormLinear(
-            config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
+            config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **norm_options(config))
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
 
@@ -273,11 +237,11 @@ class FastGPT2Model(FP8Model):
         self.check_input(batch, length)
         positions = torch.arange(length, device=input_ids.device)
         if cu_seqlens is not None:
-            positions = locate_documents(cu_seqlens, batch, length)
+            positions = document_positions(cu_seqlens, batch, length)
 
-        # FP8: the embedding's gradient is added in place to that of lm_head, which has the same weight
         tied_gradient = None
         if config.tie_embeddings and config.fp8_lm_head and config.use_fp8:
+            # The backward pass of embed adds to lm_head's gradient of the shared weight, in place
             tied_gradient = TiedGradient()
         rope = None
         if config.use_rotary:
@@ -289,42 +253,98 @@ class FastGPT2Model(FP8Model):
         stream = Stream(x.flatten(0, 1))
         recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
+            is_first_in_modules = is_first_microbatch
             if config.use_fp8 and self.quantizes_weights_first:
                 if is_first_microbatch is not False:  # None: without accumulation each pass is a first one
                     self.quantize_weights()
-                is_first_microbatch = False  # tells the modules that their weights are quantized
+                is_first_in_modules = False  # their weights are quantized now
             for layer, block in enumerate(self.blocks):
-                with self.allow_fp8(config.in_fp8(layer)):
+                with self.fp8_if(self.in_fp8(layer)):
                     if recomputes:
                         stream = te.checkpoint(
-                            block, stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
+                            block, stream, input_ids.shape, rope, cu_seqlens, is_first_in_modules)
                     else:
-                        stream = block(stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
-            return self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
+                        stream = block(stream, input_ids.shape, rope, cu_seqlens, is_first_in_modules)
+            return self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
 
     def quantize_weights(self):
         """Quantize all weights of FP8 GEMMs in one launch."""
-        modules = [block for layer, block in enumerate(self.blocks) if self.config.in_fp8(layer)]
+        modules = [block for layer, block in enumerate(self.blocks) if self.in_fp8(layer)]
         if self.config.fp8_lm_head:
             modules.append(self.lm_head)
         te.quantize_weights(modules)
 
     def output(self, stream, labels=None, is_first_microbatch=None, shape=None, tied_gradient=None):
         """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or the loss if labels are
-        given. Logits need `shape`, that of input_ids."""
-        with self.allow_fp8(self.config.fp8_lm_head):
+        given. shape: (B, S), which only logits need."""
+        with self.fp8_if(self.config.fp8_lm_head):
             _, logits = fused.norm_linear(stream, self.lm_head, tied_gradient, is_first_microbatch)
         if labels is None:
             return logits.view(*shape, -1)
-        # The loss writes the logits' gradient in FP8, with the scale of lm_head's output gradient
+        # The loss writes the gradient of the logits in FP8, as lm_head's backward pass reads it
         return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
+
+
+# ------------------------------------------------------------------------------
+# Sizes and choices of the config
+
+
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
+def check_multiples(config, **multiples):
+    """Raise ValueError unless each field of the config is a multiple of its number."""
+    for field, multiple in multiples.items():
+        value = getattr(config, field)
+        if value % multiple == 0:
+            continue
+        works = round_up(value, multiple)
+        if field == "vocab_size":
+            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
+        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
+        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
+                         f"({values}); {works} works")
+
+
+def check_choices(config, **choices):
+    """Raise ValueError unless each field of the config has one of its values."""
+    for field, values in choices.items():
+        value = getattr(config, field)
+        if value not in values:
+            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
+
+
+def set_sizes(config):
+    """Set the sizes that are None. Raise ValueError for one that GEMMs, RoPE or attention do not take."""
+    if config.n_kv_head is None:
+        config.n_kv_head = config.n_head
+    if config.n_inner is None:
+        config.n_inner = 4 * config.n_embd
+        if config.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
+            config.n_inner = round_up(8 * config.n_embd // 3, 64)
+
+    gemm_multiple = 16 if config.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+    width_multiple = gemm_multiple
+    if config.head_dim is None:
+        width_multiple = math.lcm(gemm_multiple, config.n_head)  # n_embd must divide into heads, too
+        config.head_dim = config.n_embd // config.n_head
+    # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
+    head_multiple = gemm_multiple // math.gcd(gemm_multiple, config.n_kv_head)
+    if config.use_rotary:
+        head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
+    check_multiples(
+        config, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
+    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
+    check_choices(config, n_kv_head=divisors)
 
 
 # ------------------------------------------------------------------------------
 # Packed documents
 
 
-def locate_documents(cu_seqlens, batch, length):
+def document_positions(cu_seqlens, batch, length):
     """Return each token's position in its document, (B, S) int64, as `embed` takes it."""
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1

@@ -9,7 +9,7 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
 
-The file has five parts: engine, FP8 of any model, architecture, attention kernels, FP8 state in checkpoints.
+The file has six parts: engine, FP8 of any model, architecture, sizes, attention kernels, FP8 state.
 Begin with the architecture; it uses `te`, the engine's module, and `FP8Model`, which turns FP8 on.
 
 References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang and Sennrich 2019), SwiGLU
@@ -64,7 +64,8 @@ try:
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
-DelayedScaling, Format = te_recipe.DelayedScaling, te_recipe.Format
+DelayedScaling = te_recipe.DelayedScaling
+Format = te_recipe.Format
 
 
 # ------------------------------------------------------------------------------
@@ -72,8 +73,8 @@ DelayedScaling, Format = te_recipe.DelayedScaling, te_recipe.Format
 
 
 class FP8Model(nn.Module):
-    """Base class of a model in FP8. Call `drop_local_functions` at the end of `__init__`, and decorate
-    `forward` with `fp8_forward`."""
+    """Base class of a model in FP8. Call `make_picklable` at the end of `__init__`, and decorate `forward`
+    with `fp8_forward`."""
 
     def __init__(self, config):
         super().__init__()
@@ -88,14 +89,20 @@ class FP8Model(nn.Module):
         another one."""
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
-    def allow_fp8(self, allowed):
-        """Return a context that turns FP8 off unless `allowed`."""
-        return nullcontext() if allowed else self.autocast(enabled=False)
+    def fp8_if(self, condition):
+        """Return a context, for a part of what `autocast` covers, that turns FP8 off unless `condition`."""
+        # Not autocast(condition): with a region for each block TE updates the scales of gradients after each
+        return nullcontext() if condition else self.autocast(enabled=False)
 
-    def allow_fp8_weights(self, allowed):
-        """Return a context for creating modules: unless `allowed`, they have no FP8 weights, even inside the
+    def fp8_weights_if(self, condition):
+        """Return a context for creating modules; they have no FP8 weights unless `condition`, even inside the
         caller's te.quantized_model_init()."""
-        return nullcontext() if allowed else te.quantized_model_init(enabled=False)
+        return nullcontext() if condition else te.quantized_model_init(enabled=False)
+
+    def in_fp8(self, layer):
+        """Return whether the config runs this block in FP8."""
+        config = self.config
+        return config.fp8_skip_first <= layer < config.n_layer - config.fp8_skip_last
 
     def check_input(self, batch, length, past=0):
         """Raise ValueError for input_ids (batch, length), after `past` cached tokens, that do not fit."""
@@ -108,8 +115,8 @@ class FP8Model(nn.Module):
             raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
                              f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
 
-    def drop_local_functions(self):
-        """Remove TE's local functions, which do not pickle: initializers, masks, hooks of load_state_dict."""
+    def make_picklable(self):
+        """Remove TE's local functions, which do not pickle: initializers, masks, load_state_dict's hooks."""
         for module in self.modules():
             vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
@@ -122,14 +129,14 @@ class FP8Model(nn.Module):
 
 
 def fp8_forward(forward):
-    """Decorate a model's `forward`, so that it may run in inference mode and under torch.compile."""
+    """Decorate the `forward` of a model in FP8."""
     @wraps(forward)
     def run(model, *args, **options):
         if torch.compiler.is_compiling():
+            # TE's delayed scaling does not trace: its pass is a break in the graph
             if ENGINE == "te" and model.config.use_fp8 and model.fp8_recipe.delayed():
                 return run_uncompiled(forward, model, *args, **options)
-            return forward(model, *args, **options)
-        if torch.is_inference_mode_enabled():
+        elif torch.is_inference_mode_enabled():
             # The pass may create FP8 state, which must be normal tensors: training changes it later
             with torch.inference_mode(False), torch.no_grad():
                 return forward(model, *args, **options)
@@ -153,33 +160,6 @@ def residual_init(config):  # as in GPT-2: smaller for the projections onto the 
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
 
-def round_up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
-
-
-def check_multiples(config, **multiples):
-    """Raise ValueError unless each field of the config is a multiple of its number."""
-    for field, multiple in multiples.items():
-        value = getattr(config, field)
-        if value % multiple == 0:
-            continue
-        works = round_up(value, multiple)
-        if field == "vocab_size":
-            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
-        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]  # the small configs have no use_rotary
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding if hasattr(config, name))
-        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
-                         f"({values}); {works} works")
-
-
-def check_choices(config, **choices):
-    """Raise ValueError unless each field of the config has one of its values."""
-    for field, values in choices.items():
-        value = getattr(config, field)
-        if value not in values:
-            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
-
-
 @dataclass
 class OptimizedConfig:
     """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
@@ -193,7 +173,7 @@ class OptimizedConfig:
     dropout: float = 0.0
     attn_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
-    use_pytorch_sdpa: bool = True  # attention kernel: PyTorch's SDPA; False: te.DotProductAttention
+    use_pytorch_sdpa: bool = True  # if `attention` is None, which replaces it: True is sdpa, False te
     use_rmsnorm: bool = False
     use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
     use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
@@ -205,43 +185,23 @@ class OptimizedConfig:
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # lm_head and wte share one weight
-    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: use_pytorch_sdpa decides
+    attention: str | None = None  # kernel: sdpa (PyTorch) | te (its own) | flash | auto (the fastest)
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
     fp8_lm_head: bool = True  # False: lm_head runs in high precision
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
-            if self.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
-                self.n_inner = round_up(8 * self.n_embd // 3, 64)
         if self.attention is None:
             self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
+        check_choices(self, activation=["gelu", "swiglu"], attention=["sdpa", "te", "flash", "auto"])
+        set_sizes(self)
 
-        gemm_multiple = 16 if self.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
-        width_multiple = gemm_multiple
-        if self.head_dim is None:
-            width_multiple = math.lcm(gemm_multiple, self.n_head)  # n_embd must divide into heads, too
-            self.head_dim = self.n_embd // self.n_head
-        # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
-        head_multiple = gemm_multiple // math.gcd(gemm_multiple, self.n_kv_head)
-        if self.use_rotary:
-            head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
-        check_multiples(
-            self, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
-        divisors = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        check_choices(self, activation=["gelu", "swiglu"], attention=["sdpa", "te", "flash", "auto"],
-                      n_kv_head=divisors)
 
-    @property
-    def norm(self):  # arguments of TE's modules
-        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
-
-    def in_fp8(self, layer):
-        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
+def norm_options(config):
+    """Return the arguments of TE's modules that choose their norm."""
+    normalization = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
+    return dict(normalization=normalization, eps=config.layernorm_epsilon)
 
 
 def rope_tables(positions, head_dim, theta):
@@ -268,7 +228,8 @@ class Attention(nn.Module):
         q_size = config.n_head * config.head_dim
         kv_size = config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            **norm_options(config))
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -278,16 +239,18 @@ class Attention(nn.Module):
                 attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, cu_seqlens=None, mask=None):
+    def forward(self, x, rope=None, cu_seqlens=None, mask=None, is_first_microbatch=None, kv_cache=None):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(batch, length, -1, config.head_dim)
         q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+            q = self.q_norm(q.contiguous())
+            k = self.k_norm(k.contiguous())
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q = apply_rope(q, *rope)
+            k = apply_rope(k, *rope)
         if kv_cache is not None:
             end = kv_cache.length + length
             kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
@@ -301,11 +264,10 @@ class Attention(nn.Module):
         """Compute softmax(q·kᵀ / √D)·v with a causal mask.
 
         q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
-        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D); some kernels merge
-        dimensions, so the caller reshapes it.
+        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D), of which some kernels merge dimensions.
         """
         if self.runs_sdpa(q.dtype):
-            return self.sdpa(q, k, v, mask, is_causal=mask is None)
+            return self.sdpa(q, k, v, mask, is_causal=(mask is None))
         if self.kernel == "te":
             return te_attention(self.attention, q, k, v, cu_seqlens)
         return flash_attention(q, k, v, cu_seqlens)
@@ -326,7 +288,9 @@ class Attention(nn.Module):
     def sdpa(self, q, k, v, mask, is_causal):
         """Run PyTorch's kernel: q (B, S, n_head, D) -> (B, S, n_head, D)."""
         config = self.config
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+        q = q.transpose(1, 2)  # (B, heads, S, D)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(
@@ -341,13 +305,19 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = te.LayerNormMLP(
-            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
-            init_method=normal_init, output_layer_init_method=residual_init(config))
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation,
+            init_method=normal_init, output_layer_init_method=residual_init(config), **norm_options(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, cu_seqlens=None, mask=None):
-        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask))
+    def forward(self, x, rope=None, cu_seqlens=None, mask=None, is_first_microbatch=None, kv_cache=None):
+        x = x + self.dropout(self.attn(x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache))
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
+
+
+def cross_entropy(logits, labels):
+    """Return the mean over the labels that are not -100, float32: (B, S, vocab_size), (B, S) -> ()."""
+    loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
+    return loss.reshape(())
 
 
 class OptimizedGPT2Model(FP8Model):
@@ -367,15 +337,15 @@ class OptimizedGPT2Model(FP8Model):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.n_layer):
-            with self.allow_fp8_weights(config.in_fp8(layer)):
+            with self.fp8_weights_if(self.in_fp8(layer)):
                 self.blocks.append(Block(config, layer))
         # A tied weight has no FP8 values, which nn.Embedding cannot read
-        with self.allow_fp8_weights(config.fp8_lm_head and not config.tie_embeddings):
+        with self.fp8_weights_if(config.fp8_lm_head and not config.tie_embeddings):
             self.lm_head = te.LayerNormLinear(
-                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
+                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **norm_options(config))
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.drop_local_functions()
+        self.make_picklable()
 
     @fp8_forward
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
@@ -397,8 +367,9 @@ class OptimizedGPT2Model(FP8Model):
         if cu_seqlens is not None:
             if kv_cache is not None:
                 raise ValueError("kv_cache supports one document per row: drop cu_seqlens")
-            with_mask = self.blocks[0].attn.runs_sdpa(self.wte.weight.dtype)
-            positions, mask = locate_documents(cu_seqlens, batch, length, with_mask)
+            document, positions = locate_documents(cu_seqlens, batch, length)
+            if self.blocks[0].attn.runs_sdpa(self.wte.weight.dtype):  # the other kernels take cu_seqlens
+                mask = document_mask(document)
 
         x = self.wte(input_ids)  # (B, S, n_embd)
         rope = None
@@ -410,23 +381,22 @@ class OptimizedGPT2Model(FP8Model):
         recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with self.allow_fp8(config.in_fp8(layer)):
+                with self.fp8_if(self.in_fp8(layer)):
                     if recomputes:
-                        x = te.checkpoint(block, x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask)
+                        x = te.checkpoint(block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
                     else:
-                        x = block(x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask)
+                        x = block(x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
             if kv_cache is not None:
                 kv_cache.length += length
             return self.output(x, labels, is_first_microbatch)
 
     def output(self, x, labels=None, is_first_microbatch=None):
         """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
-        with self.allow_fp8(self.config.fp8_lm_head):
+        with self.fp8_if(self.config.fp8_lm_head):
             logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
-        loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
-        return loss.reshape(())
+        return cross_entropy(logits, labels)
 
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
@@ -439,30 +409,88 @@ class OptimizedGPT2Model(FP8Model):
 
 
 # ------------------------------------------------------------------------------
+# Sizes and choices of the config
+
+
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
+def check_multiples(config, **multiples):
+    """Raise ValueError unless each field of the config is a multiple of its number."""
+    for field, multiple in multiples.items():
+        value = getattr(config, field)
+        if value % multiple == 0:
+            continue
+        works = round_up(value, multiple)
+        if field == "vocab_size":
+            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
+        deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
+        raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
+                         f"({values}); {works} works")
+
+
+def check_choices(config, **choices):
+    """Raise ValueError unless each field of the config has one of its values."""
+    for field, values in choices.items():
+        value = getattr(config, field)
+        if value not in values:
+            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
+
+
+def set_sizes(config):
+    """Set the sizes that are None. Raise ValueError for one that GEMMs, RoPE or attention do not take."""
+    if config.n_kv_head is None:
+        config.n_kv_head = config.n_head
+    if config.n_inner is None:
+        config.n_inner = 4 * config.n_embd
+        if config.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
+            config.n_inner = round_up(8 * config.n_embd // 3, 64)
+
+    gemm_multiple = 16 if config.use_fp8 else 1  # FP8 GEMMs need dimensions in multiples of 16
+    width_multiple = gemm_multiple
+    if config.head_dim is None:
+        width_multiple = math.lcm(gemm_multiple, config.n_head)  # n_embd must divide into heads, too
+        config.head_dim = config.n_embd // config.n_head
+    # n_kv_head · head_dim, the size of all keys, must be a multiple of gemm_multiple
+    head_multiple = gemm_multiple // math.gcd(gemm_multiple, config.n_kv_head)
+    if config.use_rotary:
+        head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
+    check_multiples(
+        config, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
+    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
+    check_choices(config, n_kv_head=divisors)
+
+
+# ------------------------------------------------------------------------------
 # Attention kernels and packed documents
 
-flash_attn_func = None
-flash_attn_varlen_func = None
-# FlashAttention 2, then 4 (Hopper, Blackwell): the last that imports is used
-for package in ("flash_attn", "flash_attn.cute"):
-    with suppress(ImportError, AttributeError):
-        flash = import_module(package)
-        flash_attn_func, flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
+
+def import_flash_attention():
+    """Return FlashAttention's version, 4 (Hopper, Blackwell) or else 2, and its two functions, or None."""
+    for version, package in ((4, "flash_attn.cute"), (2, "flash_attn")):
+        with suppress(ImportError, AttributeError):
+            flash = import_module(package)
+            return version, flash.flash_attn_func, flash.flash_attn_varlen_func
+    return None, None, None
+
+
+flash_version, flash_attn_func, flash_attn_varlen_func = import_flash_attention()
 
 
 def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    is_version2 = flash_attn_func is not None and "cute" not in flash_attn_func.__module__
-    if is_version2:
+    if flash_version == 2:
         oldest = 8  # major version of the GPU
         narrowest = 8  # head_dim
         widest = 256
-    else:  # version 4
+    else:
         oldest = 9
         narrowest = 24  # gradients for heads of 16 are wrong (4.0.0b36)
         widest = 256 if major == 9 else 128
-    is_on_gpu = flash_attn_func is not None and major >= oldest
+    is_on_gpu = flash_version is not None and major >= oldest
     takes_head_dim = config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
     runs_flash = is_on_gpu and takes_head_dim and config.attn_dropout == 0
     if config.attention == "flash" and not runs_flash:
@@ -481,7 +509,9 @@ def flash_attention(q, k, v, cu_seqlens=None):
         y = flash_attn_func(q, k, v, causal=True)
     else:
         length = q.shape[1]
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+        q = q.flatten(0, 1)  # (B·S, heads, D)
+        k = k.flatten(0, 1)
+        v = v.flatten(0, 1)
         y = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
                                    max_seqlen_q=length, max_seqlen_k=length, causal=True)
     return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
@@ -492,45 +522,49 @@ def te_attention(attention, q, k, v, cu_seqlens=None):
     if cu_seqlens is None:
         return attention(q, k, v)
     length = q.shape[1]
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B·S, heads, D)
+    q = q.flatten(0, 1)  # (B·S, heads, D)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     return attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
                      cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
 
 
-def locate_documents(cu_seqlens, batch, length, with_mask):
-    """Return each token's position in its document, (B, S), and SDPA's mask, (B, 1, S, S) bool or None. No
-    shape depends on data, as CUDA graphs require."""
+def locate_documents(cu_seqlens, batch, length):
+    """Return each token's document, numbered from 1, and its position there: (B, S) each. No shape depends on
+    data, as CUDA graphs require."""
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
-    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)
     positions = tokens - cu_seqlens[document - 1]
-    mask = None
-    if with_mask:
-        is_same_document = document[:, :, None] == document[:, None, :]
-        mask = is_same_document.tril()[:, None]
-    return positions, mask
+    return document, positions
+
+
+def document_mask(document):
+    """Return SDPA's mask, causal within each document: (B, S) -> (B, 1, S, S) bool."""
+    is_same_document = document[:, :, None] == document[:, None, :]
+    return is_same_document.tril()[:, None]
 
 
 # ------------------------------------------------------------------------------
 # FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
-# (model_te_fast.py, which stands alone, has the first two functions in fast_kernels/state_dict.py)
+# (fast_kernels/state_dict.py has all but the last function again, for model_te_fast.py, which stands alone)
+
+DIRECTIONS = "scaling_fwd", "scaling_bwd"
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
     """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
-        has_weights = next(module.parameters(), None) is not None  # TE's attention has none
-        for direction in ("scaling_fwd", "scaling_bwd"):
+        has_weights = next(module.parameters(), None) is not None
+        if not has_weights:  # TE's attention, which runs without FP8
+            continue
+        for direction in DIRECTIONS:
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if has_weights and getattr(scaling, "scale", None) is not None:
-                expose_state(module, direction, scaling)
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
-
-
-def expose_state(module, name, scaling):
-    """Make the scales an attribute of the module: PyTorch's get_model_state_dict follows keys by getattr."""
-    vars(module)[name] = scaling
+            if getattr(scaling, "scale", None) is None:  # another recipe
+                continue
+            vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
+            state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+            state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
@@ -542,33 +576,37 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             # load_state_dict(strict=True) requires this key, which may be empty
             state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
-        for direction in ("scaling_fwd", "scaling_bwd"):
+        for direction in DIRECTIONS:
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            amax_history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is None:
                 continue
             has_scales = True
             if has_delayed_scaling:
-                set_fp8_state(module, model.fp8_recipe, direction, scale, amax_history)
+                set_fp8_state(module, model.fp8_recipe, direction, scale, history)
     if has_delayed_scaling and not has_scales:
         warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
                       "are 1 before its first pass", stacklevel=2)
 
 
-def set_fp8_state(module, recipe, direction, scale, amax_history):
-    """Set a TE module's scales (n,) and amax history from one of (length, n); its own length may differ."""
+def set_fp8_state(module, recipe, direction, scale, history):
+    """Set a module's scales (n,) and amax history, from one of any length."""
     gemms = 2 if hasattr(module, "fc2_weight") else 1
     module.fp8_meta.update(recipe=recipe, num_gemms=gemms)
     module.init_fp8_meta_tensors(recipe)
     scaling = module.fp8_meta[direction]
     scaling.scale.copy_(scale)
-    # Row 0 collects the amax of the current step; the last row is the newest step
-    current_step = amax_history[:1]
-    past_steps = amax_history[1:]
-    # Put zeros in front where the module's history is longer; a negative number cuts rows off there
-    longer_by = len(scaling.amax_history) - len(amax_history)
-    past_steps = F.pad(past_steps, (0, 0, longer_by, 0))
-    scaling.amax_history.copy_(torch.cat([current_step, past_steps]))
+    scaling.amax_history.copy_(resize_history(history, len(scaling.amax_history)))
+
+
+def resize_history(history, length):
+    """Return an amax history with `length` rows. Row 0 is of the current step, the last row is the newest;
+    zeros are added, or the oldest rows dropped, between row 0 and the others."""
+    current_step = history[:1]
+    past_steps = history[1:]
+    added = length - len(history)
+    past_steps = F.pad(past_steps, (0, 0, added, 0))  # in front; a negative number drops rows there
+    return torch.cat([current_step, past_steps])
 
 
 def register_fp8_state(model):

@@ -54,7 +54,8 @@ if options.data.endswith(".bin"):
 else:
     tokens = np.frombuffer(Path(options.data).read_bytes(), dtype=np.uint8)
 split = len(tokens) * 9 // 10
-train_tokens, validation_tokens = tokens[:split], tokens[split:]
+train_tokens = tokens[:split]
+validation_tokens = tokens[split:]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 random = np.random.default_rng(1337)
 
@@ -66,7 +67,8 @@ def get_batch(part):
     windows = torch.from_numpy(part[places].astype(np.int64))
     if device == "cuda":  # the copy does not wait for the GPU
         windows = windows.pin_memory().to(device, non_blocking=True)
-    input_ids, labels = windows[:, :-1], windows[:, 1:]
+    input_ids = windows[:, :-1]
+    labels = windows[:, 1:]
     return input_ids.contiguous(), labels.contiguous()
 
 

@@ -16,14 +16,15 @@ DIRECTIONS = "scaling_fwd", "scaling_bwd"
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Write scales (n,) and amax histories (length, n) of the modules as tensors."""
+    """Write scales (n,) and amax histories (length, n) as tensors."""
     for name, module in model.named_modules():
         for direction in DIRECTIONS:
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if scaling is not None:
-                vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+            if scaling is None:
+                continue
+            vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
+            state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+            state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
@@ -38,19 +39,25 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 continue
             has_scales = True
             if model.config.use_fp8:
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                scaling = module.fp8_meta[direction]
-                scaling.scale.copy_(scale)
-                scaling.amax_history.copy_(_resize_history(history, len(scaling.amax_history)))
+                set_fp8_state(module, model.fp8_recipe, direction, scale, history)
     if model.config.use_fp8 and not has_scales:
         warnings.warn("load_state_dict: no FP8 scales in the state dict, so the model keeps its own, which "
                       "are 1 before its first pass", stacklevel=2)
 
 
-def _resize_history(history, length):
-    """Return a history of `length` rows. Row 0 is of the current step, and the last row is the newest: rows
-    are cut, or zeros added, between them."""
-    current, older = history[:1], history[1:]
+def set_fp8_state(module, recipe, direction, scale, history):
+    """Set a module's scales (n,) and amax history, from one of any length."""
+    module.init_fp8_meta_tensors(recipe)
+    scaling = module.fp8_meta[direction]
+    scaling.scale.copy_(scale)
+    scaling.amax_history.copy_(resize_history(history, len(scaling.amax_history)))
+
+
+def resize_history(history, length):
+    """Return an amax history with `length` rows. Row 0 is of the current step, the last row is the newest;
+    zeros are added, or the oldest rows dropped, between row 0 and the others."""
+    current_step = history[:1]
+    past_steps = history[1:]
     added = length - len(history)
-    older = F.pad(older, (0, 0, added, 0))  # a negative number cuts
-    return torch.cat([current, older])
+    past_steps = F.pad(past_steps, (0, 0, added, 0))  # in front; a negative number drops rows there
+    return torch.cat([current_step, past_steps])

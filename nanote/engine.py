@@ -12,6 +12,7 @@ from model_te_optimized import ENGINE, DelayedScaling, Format, load_fp8_state, s
 __all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "load_fp8_state", "of_module",
            "save_fp8_state", "te", "te_recipe"]
 TE_VERSION = import_module("transformer_engine").__version__ if ENGINE == "te" else None
+TE_NAME = f"Transformer Engine {TE_VERSION}" if TE_VERSION else "Transformer Engine"
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,11 @@ class Engine:
 
     package: str  # of its modules
     name: str  # in log lines
-    machine: str  # in meta.json and results/, where it follows the name of the device
+    label_in_results: str  # and in meta.json, after the name of the device
 
 
 ENGINES = {  # by NANOTE_ENGINE
-    "te": Engine("transformer_engine", f"Transformer Engine {TE_VERSION or ''}".rstrip(),
-                 f"Transformer Engine {TE_VERSION}"),
+    "te": Engine("transformer_engine", TE_NAME, TE_NAME),
     "fast": Engine("fast_kernels", "fast_kernels", "FP8 by fast_kernels"),
     "reference": Engine("te_reference", "te_reference, which emulates FP8", "FP8 emulated by te_reference"),
 }

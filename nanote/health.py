@@ -100,7 +100,7 @@ def _is_fp8_chosen(model, name: str) -> bool:
     if not config.use_fp8:
         return False
     first, *others = name.split(".")
-    return config.in_fp8(int(others[0])) if first == "blocks" else config.fp8_lm_head
+    return model.in_fp8(int(others[0])) if first == "blocks" else config.fp8_lm_head
 
 
 def _delayed(module, tensor: str) -> dict:

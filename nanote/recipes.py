@@ -39,7 +39,7 @@ def is_interpreted() -> bool:
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, {ENGINES[ENGINE].machine}"
+    return f"{device}, {ENGINES[ENGINE].label_in_results}"
 
 
 def unsupported_reason(name):

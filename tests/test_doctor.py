@@ -197,13 +197,14 @@ def test_a_build_without_cuda_is_not_started(hopper):
 RESIDUAL = "        return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))\n"
 BRANCH = "        y = self.mlp(x, is_first_microbatch=is_first_microbatch)\n"
 IS_FIRST_IN_FP8 = "self.attn.config.use_fp8 and self.attn.layer == 0"
-CALL = "                        x = block(x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask)\n"
+CALL = "                        x = block(x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)\n"
 TORCH_CHECKPOINT = """                        x = torch.utils.checkpoint.checkpoint(
-                            block, x, rope, is_first_microbatch, kv_cache, cu_seqlens, mask,
+                            block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache,
                             use_reentrant=True)
 """
 PACKED = """        self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            **norm_options(config))
 """
 SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).items():
             setattr(self, name, te.LayerNormLinear(config.n_embd, size, init_method=normal_init))
@@ -211,12 +212,12 @@ SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).ite
 PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch)\n"
 SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)\n"
 OUTPUT = """\
-            return self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
+            return self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
 """
 TWO_USES = """\
-            loss = self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
+            loss = self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
             return loss if labels is None else loss + 0.5 * self.output(
-                stream, labels.roll(-1, 1), is_first_microbatch, input_ids.shape, {})
+                stream, labels.roll(-1, 1), is_first_in_modules, input_ids.shape, {})
 """
 
 

@@ -1,6 +1,5 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
-import types
 
 import pytest
 import torch
@@ -135,9 +134,7 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(fast_attention, "fa4_forward", print if version == "fa4" else None)
-    package = "flash_attn.cute" if version == "fa4" else "flash_attn.flash_attn_interface"
-    flash_attn_func = types.SimpleNamespace(__module__=package)
-    monkeypatch.setattr(model_te_optimized, "flash_attn_func", flash_attn_func)
+    monkeypatch.setattr(model_te_optimized, "flash_version", 4 if version == "fa4" else 2)
     narrowest = 8 if version == "fa2" else 24
     runs = dim % 8 == 0 and narrowest <= dim <= widest[version == "fa2"]
     assert fast_attention._fa4_supports(dim, capability[0]) == (runs and version == "fa4")

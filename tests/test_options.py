@@ -206,7 +206,7 @@ def test_the_first_line_of_a_model_of_your_own_is_true(tokens, capsys, compiles)
     old = "self.mlp = te.LayerNormMLP("
     assert old in copied
     Path("edited.py").write_text(copied.replace(old, "self.old = nn.Linear(4, 4)\n        " + old))
-    old = "self.allow_fp8(config.in_fp8(layer))"
+    old = "self.fp8_if(self.in_fp8(layer))"
     assert old in copied
     Path("head.py").write_text(copied.replace(old, "self.autocast(False)"))
     for options, words in (
