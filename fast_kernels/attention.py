@@ -14,6 +14,8 @@ References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 
 2020).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -72,8 +74,9 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     """
     batch, length = qkv.shape[:2]
     heads = n_head + 2 * n_kv_head
+    token_size = math.prod(qkv.shape[2:])
     has_other_heads = qkv.dim() == 4 and qkv.shape[2] != heads
-    if n_head % n_kv_head or qkv.shape[2:].numel() % heads or has_other_heads:
+    if n_head % n_kv_head or token_size % heads or has_other_heads:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
                          "heads, n_kv_head dividing n_head")
     qkv = qkv.contiguous().view(batch, length, heads, -1)
@@ -81,9 +84,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     _check_norm_weights(q_weight, k_weight, head_dim)
     if head_dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {head_dim}: RoPE and QK-norm need an even one")
-    cos = sin = None
-    if rope is not None:
-        cos, sin = _check_rope(rope, qkv)
+    cos, sin = (None, None) if rope is None else _check_rope(rope, qkv)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
@@ -128,7 +129,8 @@ def _differentiate(ctx, dout, dqk, dlse):
         dout.contiguous(), qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options)
     if q_weight is None:
         dq_weight = dk_weight = None
-    return dqkv, None, None, dq_weight, dk_weight, None, None, None, None, None
+    no_gradients = [None] * 5  # of cu_seqlens and the options
+    return dqkv, None, None, dq_weight, dk_weight, *no_gradients
 
 
 @operation(
@@ -185,9 +187,9 @@ def _differentiate_separate(ctx, dout, dlse):
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         dqkv = _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse)
         dq, dk, dv = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
-        return dq, dk, dv, None
-    dq, dk, dv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), None
+    else:
+        dq, dk, dv = _new_gradients(dout, q, k, v, out, lse, cu_seqlens)
+    return dq, dk, dv, None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -207,24 +209,8 @@ def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     return dqkv
 
 
-def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
-    """Write the gradients of q, k and v to the heads of dqkv."""
-    slices = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
-    gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, slices)
-    if gradients is not slices:  # FlashAttention 4 has written to them
-        torch.cat(gradients, dim=2, out=dqkv)
-
-
-# Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
-
-def _fa4_supports(head_dim, major):
-    """Return whether FlashAttention 4 is used. For heads of 16 its gradients are wrong without an error
-    (version 4.0.0b36), for heads of 24 they are right. Its documentation also lists 256 on Blackwell,
-    never run."""
-    if fa4_forward is None or head_dim % 8 or not 24 <= head_dim <= 256:
-        return False
-    return major == 9 or (major in (10, 11, 12) and head_dim <= 128)
-
+# ---------------------------------------------------------------- attention, in four kernels
+# q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
 def _pick_kernel(q, cu_seqlens, window):
     """Return the first of these that supports the inputs, the fastest first:
@@ -246,12 +232,142 @@ def _pick_kernel(q, cu_seqlens, window):
     return "flash" if major >= 8 else "sdpa"
 
 
+def _fa4_supports(head_dim, major):
+    """Return whether FlashAttention 4 is used. For heads of 16 its gradients are wrong without an error
+    (version 4.0.0b36), for heads of 24 they are right. Its documentation also lists 256 on Blackwell,
+    never run."""
+    if fa4_forward is None or head_dim % 8 or not 24 <= head_dim <= 256:
+        return False
+    return major == 9 or (major in (10, 11, 12) and head_dim <= 128)
+
+
 def _cudnn_supports(length, head_dim, major):
     is_enabled = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     if not is_enabled or torch.are_deterministic_algorithms_enabled():
         return False
     return major in (9, 10) and head_dim <= 128 and length > 1
 
+
+def _attend(q, k, v, cu_seqlens, window):
+    """Return the output (B, S, n_head, D), and the log-sum-exp, float32, (B, n_head, S) or, with documents,
+    (n_head, B·S). SDPA has none."""
+    kernel = _pick_kernel(q, cu_seqlens, window)
+    if not is_fake(q):
+        return FORWARD[kernel](q, k, v, cu_seqlens, window)
+    batch, length, heads, _ = q.shape
+    lse_shape = (batch, heads, length) if cu_seqlens is None else (heads, batch * length)
+    if kernel == "sdpa":
+        lse_shape = (0,)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Write the gradients of q, k and v to the heads of dqkv."""
+    kernel = _pick_kernel(q, cu_seqlens, window)
+    if kernel == "fa4":
+        slices = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
+        _backward_fa4(slices, dout, q, k, v, out, lse, cu_seqlens, window)
+    else:
+        gradients = BACKWARD[kernel](dout, q, k, v, out, lse, cu_seqlens, window)
+        torch.cat(gradients, dim=2, out=dqkv)
+
+
+def _new_gradients(dout, q, k, v, out, lse, cu_seqlens):
+    """Return the gradients of q, k and v, each contiguous."""
+    kernel = _pick_kernel(q, cu_seqlens, None)
+    if kernel == "fa4":
+        gradients = [q.new_empty(x.shape) for x in (q, k, v)]
+        _backward_fa4(gradients, dout, q, k, v, out, lse, cu_seqlens, None)
+        return gradients
+    return [x.contiguous() for x in BACKWARD[kernel](dout, q, k, v, out, lse, cu_seqlens, None)]
+
+
+# FlashAttention 4, which writes gradients to given tensors
+
+def _forward_fa4(q, k, v, cu_seqlens, window):
+    shape = q.shape
+    options = _window_options(window)
+    is_small = shape[1] <= 1024 and shape[3] <= 64
+    if cu_seqlens is not None:
+        options |= _varlen_options(q, cu_seqlens)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
+    elif is_small and torch.cuda.get_device_capability()[0] == 9:
+        # the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %
+        options |= dict(tile_mn=(128, 128))
+    out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
+    return out.contiguous().view(shape), lse
+
+
+def _backward_fa4(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Write the gradients of q, k and v to `gradients`."""
+    dq, dk, dv = gradients
+    options = _window_options(window)
+    if cu_seqlens is not None:
+        options |= _varlen_options(q, cu_seqlens)
+        dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))  # views
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+    fa4_backward(
+        q, k, v, out, dout, lse, causal=True, dq=dq, dk=dk, dv=dv,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **options)
+
+
+def _varlen_options(q, cu_seqlens):
+    length = q.shape[1]  # an upper bound of a document's: the maximum would need a host synchronization
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=length, max_seqlen_k=length)
+
+
+def _window_options(window):
+    if window is None:
+        return {}
+    return dict(window_size_left=window - 1, window_size_right=0)
+
+
+# cuDNN's, without documents and window
+
+def _forward_cudnn(q, k, v, cu_seqlens, window):
+    batch, length, heads, _ = q.shape
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=None, compute_log_sumexp=True,
+        dropout_p=0.0, is_causal=True)
+    return out.transpose(1, 2).contiguous(), lse.view(batch, heads, length)
+
+
+def _backward_cudnn(dout, q, k, v, out, lse, cu_seqlens, window):
+    length = q.shape[1]
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout; not read
+    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+    gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), philox_seed=seed, philox_offset=seed, attn_bias=None,
+        cum_seq_q=None, cum_seq_k=None, max_q=length, max_k=length, dropout_p=0.0, is_causal=True)
+    return [x.transpose(1, 2) for x in gradients]
+
+
+# FlashAttention 2 in PyTorch
+
+def _forward_flash(q, k, v, cu_seqlens, window):
+    shape = q.shape
+    length = shape[1]
+    if cu_seqlens is not None:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0, is_causal=True,
+        return_debug_mask=False, **_window_options(window))
+    return out.contiguous().view(shape), lse
+
+
+def _backward_flash(dout, q, k, v, out, lse, cu_seqlens, window):
+    shapes = q.shape, k.shape, v.shape
+    length = q.shape[1]
+    if cu_seqlens is not None:
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
+    seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout; not read
+    gradients = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0,
+        is_causal=True, rng_state=seed, unused=seed, **_window_options(window))
+    return [x.view(shape) for x, shape in zip(gradients, shapes)]
+
+
+# SDPA of PyTorch, which computes the output again in the backward pass
 
 def sdpa(q, k, v, cu_seqlens=None, window=None, dropout_p=0.0):
     """Return causal attention of q (B, S, heads, D) by PyTorch. k and v may have fewer heads."""
@@ -280,106 +396,23 @@ def _sdpa_mask(length, device, cu_seqlens, window):
     return mask
 
 
-def _window_options(window):
-    if window is None:
-        return {}
-    return dict(window_size_left=window - 1, window_size_right=0)
+def _forward_sdpa(q, k, v, cu_seqlens, window):
+    return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
 
 
-def _varlen_options(q, cu_seqlens):
-    length = q.shape[1]  # an upper bound of a document's: the maximum would need a host synchronization
-    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=length, max_seqlen_k=length)
-
-
-def _tile_option(q):
-    """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper, where
-    the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %."""
-    is_small = q.shape[1] <= 1024 and q.shape[-1] <= 64
-    if is_small and torch.cuda.get_device_capability()[0] == 9:
-        return dict(tile_mn=(128, 128))
-    return {}
-
-
-def _attend(q, k, v, cu_seqlens, window):
-    """Return the output (B, S, n_head, D), and the log-sum-exp, float32, (B, n_head, S) or, with documents,
-    (n_head, B·S). SDPA has none."""
-    batch, length, heads, _ = shape = q.shape
-    kernel = _pick_kernel(q, cu_seqlens, window)
-    if is_fake(q):
-        lse_shape = (batch, heads, length) if cu_seqlens is None else (heads, batch * length)
-        if kernel == "sdpa":
-            lse_shape = 0
-        return q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
-    if kernel == "sdpa":
-        return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
-    if kernel == "cudnn":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=None,
-            compute_log_sumexp=True, dropout_p=0.0, is_causal=True)
-        return out.transpose(1, 2).contiguous(), lse.view(batch, heads, length)
-    options = _window_options(window)
-    if kernel == "fa4":
-        options |= _tile_option(q) if cu_seqlens is None else _varlen_options(q, cu_seqlens)
-    if cu_seqlens is not None:
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
-    if kernel == "fa4":
-        out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
-    else:
-        out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0, is_causal=True,
-            return_debug_mask=False, **options)
-    return out.contiguous().view(shape), lse
-
-
-def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, buffers=None):
-    """Return the gradients of q, k and v. FlashAttention 4 writes them to `buffers`, if given, and returns
-    these; all other gradients are new tensors."""
-    kernel = _pick_kernel(q, cu_seqlens, window)
-    if kernel == "sdpa":
-        return _sdpa_backward(dout, q, k, v, cu_seqlens, window)
-    if kernel == "cudnn":
-        return _cudnn_backward(dout, q, k, v, out, lse)
-    length = q.shape[1]
-    shapes = q.shape, k.shape, v.shape
-    options = _window_options(window)
-    if kernel == "fa4":
-        if buffers is None:
-            buffers = [q.new_empty(shape) for shape in shapes]
-        dq, dk, dv = buffers
-        if cu_seqlens is not None:
-            options |= _varlen_options(q, cu_seqlens)
-            dq, dk, dv = (x.flatten(0, 1) for x in buffers)  # views
-    if cu_seqlens is not None:
-        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
-    if kernel == "fa4":
-        fa4_backward(
-            q, k, v, out, dout, lse, causal=True, dq=dq, dk=dk, dv=dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(), **options)
-        return buffers
-    seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout; not read
-    gradients = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_q=length, max_k=length, dropout_p=0.0,
-        is_causal=True, rng_state=seed, unused=seed, **options)
-    return [x.view(shape) for x, shape in zip(gradients, shapes)]
-
-
-def _sdpa_backward(dout, q, k, v, cu_seqlens, window):
+def _backward_sdpa(dout, q, k, v, out, lse, cu_seqlens, window):
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
 
 
-def _cudnn_backward(dout, q, k, v, out, lse):
-    length = q.shape[1]
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout; not read
-    q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
-    gradients = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), philox_seed=seed, philox_offset=seed, attn_bias=None,
-        cum_seq_q=None, cum_seq_k=None, max_q=length, max_k=length, dropout_p=0.0, is_causal=True)
-    return [x.transpose(1, 2) for x in gradients]
+FORWARD = {"fa4": _forward_fa4, "cudnn": _forward_cudnn, "flash": _forward_flash, "sdpa": _forward_sdpa}
+# without FlashAttention 4: these return new tensors
+BACKWARD = {"cudnn": _backward_cudnn, "flash": _backward_flash, "sdpa": _backward_sdpa}
 
 
-# QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
+# ---------------------------------------------------------------- QK-norm and RoPE
+# A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
 
 def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""

@@ -2,9 +2,9 @@
 
 Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
-An FP8 tensor is a tuple (rowwise, columnwise, scale_inv): data (N, D) and its transpose (D, N) in a torch FP8
-type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale). `scale` and `amax` are one float32 each,
-on the device; the kernels raise `amax` to the largest magnitude that they quantize, without NaN, as TE does.
+An FP8 tensor is an `FP8Data` (rowwise, columnwise, scale_inv): saturate(x · scale) and its transpose in a
+torch FP8 type, and 1/scale. `scale` and `amax` are one float32 each, on the device; the kernels raise `amax`
+to the largest magnitude that they quantize, without NaN, as TE does.
 
 All of these operations are bound by memory, so the design counts reads and writes:
 
@@ -19,11 +19,14 @@ References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU 
 SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
+from fast_kernels.fp8 import FP8Data
 from fast_kernels.library import (
     ceil_div,
     check_aligned,
@@ -37,7 +40,7 @@ from fast_kernels.library import (
 # A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
-DBIAS_TILE = dict(TILE, ROWS=128)  # for kernels that also write one row of partial sums per row of tiles
+DBIAS_TILE = dict(TILE, ROWS=128)  # of kernels that also write partial sums: one row for each row of tiles
 SMS = 132  # of a Hopper GPU; a norm's backward kernel writes one row of partial sums per program
 MAX_WIDTH = 16384  # of the residual: a norm kernel holds whole rows
 TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -54,9 +57,9 @@ ACTIVATIONS = (*UNGATED, *GATED)
 def quantize_reference(x, scale, amax, fp8_dtype):
     """Return x (N, D) as an FP8 tensor, and raise amax."""
     amax.copy_(torch.maximum(amax, x.nan_to_num(nan=0.0, posinf=float("inf")).abs().max()))
-    largest = torch.finfo(fp8_dtype).max
-    rowwise = (x.float() * scale).clamp(-largest, largest).to(fp8_dtype)
-    return rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1)
+    fp8_max = torch.finfo(fp8_dtype).max
+    rowwise = (x.float() * scale).clamp(-fp8_max, fp8_max).to(fp8_dtype)
+    return FP8Data(rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1))
 
 
 def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
@@ -78,6 +81,16 @@ def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_d
     return residual, quantize_reference(y, scale, amax, fp8_dtype), mean, rstd
 
 
+class NormGradients(NamedTuple):
+    """What `norm_backward` returns."""
+
+    dx: torch.Tensor  # (N, C) BF16, the gradient of x and of branch
+    fp8_dx: FP8Data | None  # quantized, for the GEMMs that computed branch
+    dbranch_bias: torch.Tensor | None  # (C,)
+    dweight: torch.Tensor  # (C,)
+    dbias: torch.Tensor | None  # (C,); None: RMSNorm
+
+
 def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantization=None,
                             with_dbranch_bias=False):
     """`norm_backward`, in float64; dx is not rounded to BF16, but its FP8 tensor is of the rounded values."""
@@ -94,12 +107,13 @@ def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantiz
     if dresidual is not None:
         dx = dx + dresidual
     rounded = dx.bfloat16()
-    quantized = dbranch_bias = None
+    fp8_dx = dbranch_bias = None
     if quantization is not None:
-        quantized = quantize_reference(rounded, *quantization)
+        fp8_dx = quantize_reference(rounded, *quantization)
     if with_dbranch_bias:
         dbranch_bias = rounded.double().sum(0)
-    return dx, quantized, dbranch_bias, (dy * normed).sum(0), dbias
+    dweight = (dy * normed).sum(0)
+    return NormGradients(dx, fp8_dx, dbranch_bias, dweight, dbias)
 
 
 def activation_reference(activation, x):
@@ -152,7 +166,7 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
         residual = x
     if bias is None:
         mean = None
-    return residual, (rowwise, columnwise, scale_inv), mean, rstd
+    return residual, FP8Data(rowwise, columnwise, scale_inv), mean, rstd
 
 
 @operation(
@@ -176,7 +190,7 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
 
 
 def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None, with_dbranch_bias=False):
-    """Compute the gradients of `norm`'s inputs, and quantize that of the branch.
+    """Compute the gradients of `norm`'s inputs, and quantize that of the branch: NormGradients.
 
     dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)) + dresidual with g = dy · weight; RMSNorm has no mean(g).
 
@@ -184,10 +198,6 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
         dy: (N, C) BF16, gradient of y.
         dresidual: (N, C) BF16, gradient from the other uses of the residual, or None.
         quantization: (scale, amax, FP8 type) with which dx is quantized, or None.
-
-    Returns:
-        dx (N, C) BF16, the gradient of x and of branch; dx as an FP8 tensor, or None; dbranch_bias (C,) or
-        None; dweight (C,); dbias (C,), None for RMSNorm.
     """
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
@@ -197,11 +207,19 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
         scale, amax, fp8_dtype = quantization
     dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
         dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8_dtype, with_dbranch_bias)
-    quantized = None if quantization is None else (rowwise, columnwise, scale_inv)
-    dweight = totals[0]  # the rows are those of `_norm_backward`
-    dbias = None if mean is None else totals[1]
-    dbranch_bias = totals[-1] if with_dbranch_bias else None
-    return dx, quantized, dbranch_bias, dweight, dbias
+    fp8_dx = None if quantization is None else FP8Data(rowwise, columnwise, scale_inv)
+    sums = dict(zip(_sums_over_rows(mean, with_dbranch_bias), totals.unbind()))
+    return NormGradients(dx, fp8_dx, sums.get("dbranch_bias"), sums["dweight"], sums.get("dbias"))
+
+
+def _sums_over_rows(mean, with_dbranch_bias):
+    """Return the names of the sums that the kernel writes, in its order. mean None: RMSNorm."""
+    names = ["dweight"]
+    if mean is not None:
+        names.append("dbias")
+    if with_dbranch_bias:
+        names.append("dbranch_bias")
+    return names
 
 
 @operation(
@@ -215,15 +233,11 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
         rowwise, columnwise, scale_inv = dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     else:
         rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8_dtype)
-    sums = ["dweight"]  # over rows, in the kernel's order
-    if mean is not None:
-        sums.append("dbias")
-    if with_dbranch_bias:
-        sums.append("dbranch_bias")
-    totals = weight.new_empty(len(sums), columns)
+    sums = len(_sums_over_rows(mean, with_dbranch_bias))
+    totals = weight.new_empty(sums, columns)
     if not is_fake(dy):
         programs, sizes = _norm_backward_sizes(rows, columns)
-        partial_sums = torch.empty((programs, len(sums), columns), dtype=torch.float32, device=dy.device)
+        partial_sums = torch.empty((programs, sums, columns), dtype=torch.float32, device=dy.device)
         kernels._norm_backward_kernel[(programs,)](
             dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
             N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
@@ -233,9 +247,6 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     return dx, rowwise, columnwise, scale_inv, totals
 
 
-@operation(
-    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
-    "-> (Tensor, Tensor, Tensor)")
 def activate(activation, x, bias, scale, amax, fp8_dtype):
     """Compute activation(x + bias) as an FP8 tensor (N, D).
 
@@ -247,6 +258,13 @@ def activate(activation, x, bias, scale, amax, fp8_dtype):
         bias: BF16, (D,) or (2D,), or None.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
+    return FP8Data(*_activate(activation, x, bias, scale, amax, fp8_dtype))
+
+
+@operation(
+    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
+    "-> (Tensor, Tensor, Tensor)")
+def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
     rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8_dtype)
     if not is_fake(x):
@@ -270,7 +288,7 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
         activation, dy, x, bias, scale, amax, fp8_dtype)
     if bias is None:
         dbias = None
-    return (rowwise, columnwise, scale_inv), dbias
+    return FP8Data(rowwise, columnwise, scale_inv), dbias
 
 
 @operation(
@@ -302,11 +320,10 @@ def cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
         out = allocate_fp8(x, *x.shape, fp8_dtype)
     else:
         check_output("fast_kernels.casts.cast", x, out, fp8_dtype)
-    rowwise, columnwise, scale_inv = out
-    dbias = _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias)
+    dbias = _cast(x, scale, amax, *out, with_dbias)
     if not with_dbias:
         dbias = None
-    return (rowwise, columnwise, scale_inv), dbias
+    return out, dbias
 
 
 @operation(
@@ -335,10 +352,9 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16."""
     if is_fake(x[0]):
         return
-    tensors = zip(x, rowwise, columnwise, scale_inv, scale, amax)
     key = tuple(
-        (own_x.data_ptr(), *(tensor.data_ptr() for tensor in others), own_x.shape, own_x.dtype)
-        for own_x, *others in tensors)
+        (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
+        for tensors in zip(x, rowwise, columnwise, scale_inv, scale, amax))
 
     def make():
         rows, tiles = [], []  # as `_cast_all_kernel` reads them
@@ -380,7 +396,7 @@ def allocate_fp8(x, rows, columns, fp8_dtype):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
     rowwise = torch.empty((rows, columns), dtype=fp8_dtype, device=x.device)
     columnwise = torch.empty((columns, rows), dtype=fp8_dtype, device=x.device)
-    return rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device)
+    return FP8Data(rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device))
 
 
 def check_input(name, x, max_columns=None):

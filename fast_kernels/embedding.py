@@ -40,7 +40,7 @@ class TiedGradient:
         if self.dweight is None:
             self.dweight = dweight
         else:
-            self.dweight += dweight  # in place: the first may be in `main_grad`
+            self.dweight += dweight  # in place: the first may be `main_grad`, which must hold the sum
 
     def take(self):
         """Return the sum of what was added, or None, and forget it."""
@@ -69,28 +69,22 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_gradient=No
 
 
 def _check(tokens, weight, positions, position_weight):
+    name = "fast_kernels.embedding.embed"
     if (positions is None) != (position_weight is None):
-        raise ValueError("fast_kernels.embedding.embed: positions and position_weight: give both or neither")
-    _check_tables(weight, weight if position_weight is None else position_weight)
-    _check_indices(tokens, tokens if positions is None else positions)
-
-
-def _check_tables(weight, position_weight):
+        raise ValueError(f"{name}: positions and position_weight: give both or neither")
+    if positions is None:
+        positions, position_weight = tokens, weight
     for x in (weight, position_weight):
         fits = x.dim() == 2 and x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
         if not fits or not x.is_contiguous():
-            raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
-                             f"matrices of one dtype, with {weight.shape[-1]} columns")
-
-
-def _check_indices(tokens, positions):
-    for name, x in dict(tokens=tokens, positions=positions).items():
+            raise ValueError(f"{name}: weight and position_weight: must be contiguous matrices of one dtype, "
+                             f"with {weight.shape[-1]} columns")
+    for argument, x in dict(tokens=tokens, positions=positions).items():
         if x.dtype != torch.int64:
-            raise ValueError(f"fast_kernels.embedding.embed: {name} are {x.dtype}: must be torch.int64; call "
-                             ".long()")
+            raise ValueError(f"{name}: {argument} are {x.dtype}: must be torch.int64; call .long()")
     if tokens.dim() != 2 or positions.shape not in (tokens.shape, tokens.shape[1:]):
-        raise ValueError(f"fast_kernels.embedding.embed: tokens {tuple(tokens.shape)}, positions "
-                         f"{tuple(positions.shape)}: must be (B, S), and (S,) or (B, S)")
+        raise ValueError(f"{name}: tokens {tuple(tokens.shape)}, positions {tuple(positions.shape)}: must be "
+                         "(B, S), and (S,) or (B, S)")
 
 
 def _setup_context(ctx, inputs, output):

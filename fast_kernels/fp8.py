@@ -1,4 +1,4 @@
-"""FP8 tensors that pass through autograd: a `torch.Tensor` subclass with its data in both layouts.
+"""FP8 tensors: `FP8Data` between kernels, and `Float8Tensor`, which passes through autograd.
 
 A kernel that computes a gradient writes it in FP8, rowwise and transposed, for the two GEMMs of the backward
 pass that read it, and autograd hands it on as a `Float8Tensor`. To every other operation it is a BF16 tensor:
@@ -7,6 +7,8 @@ it dequantizes, so that an edited branch of a model gets a BF16 gradient. Operat
 Reference: docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-python-api.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.utils import _pytree as pytree
 
@@ -14,9 +16,16 @@ aten = torch.ops.aten
 KEPT = {aten.detach.default, aten.alias.default}  # the same tensor, outside autograd's graph
 
 
+class FP8Data(NamedTuple):
+    """A tensor (N, D), quantized: value = data · scale_inv."""
+
+    rowwise: torch.Tensor | None  # (N, D) FP8; None in a backward pass, which reads the transpose only
+    columnwise: torch.Tensor  # (D, N) FP8, the transpose
+    scale_inv: torch.Tensor  # (1,) float32
+
+
 class Float8Tensor(torch.Tensor):
-    """A tensor (N, D), quantized: value = data · scale_inv. Attributes: rowwise (N, D) FP8; columnwise (D, N)
-    FP8, the transpose; scale_inv (1,) float32."""
+    """A tensor with the attributes of FP8Data."""
 
     @staticmethod
     def __new__(cls, rowwise, columnwise, scale_inv, dtype=torch.bfloat16):

@@ -12,11 +12,12 @@
   `Branch.gradient_quantization` says how. A branch whose value was changed is made anew as `Branch(x)`,
   without it.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
-  dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
+  dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
 - Without FP8 the same functions run in plain PyTorch.
 """
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,13 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fast_kernels import casts
-from fast_kernels.fp8 import Float8Tensor
+from fast_kernels.fp8 import Float8Tensor, FP8Data
 from fast_kernels.gemm import gemm
-
-# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
-# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it
-# (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would add about 3 %.
-DGRAD_FAST_ACCUM_K = 3072
 
 
 class Quantization(NamedTuple):
@@ -52,12 +48,10 @@ class LinearPass:
 
     weight: torch.nn.Parameter  # (out, in), BF16
     bias: torch.Tensor | None  # (out,)
-    fp8_weight: tuple | None = None  # rowwise (out, in), columnwise (in, out), scale_inv
+    fp8_weight: FP8Data | None = None
     input_quantization: Quantization | None = None
     gradient_quantization: Quantization | None = None  # of the output's gradient
-    # Called after the layer's backward pass. Updates the scales of all gradients in the layer that ran first
-    # in the forward pass, whose backward pass is the last; in the others it does nothing.
-    update_gradient_scales: Callable | None = None
+    update_gradient_scales: Callable | None = None  # called after the layer's backward pass
 
 
 # Branch, Stream and Output are tuples: models unpack them, and FSDP2 traverses tuples to find tensors.
@@ -82,7 +76,7 @@ class Branch(NamedTuple):
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
-NO_BRANCH = Branch(None)
+NO_BRANCH = Branch(None)  # of a stream without one: no tensors
 
 
 class Stream(NamedTuple):
@@ -138,6 +132,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=Non
         raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
                         "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
     branch = NO_BRANCH if stream.branch is None else stream.branch
+    # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
     layer = module.begin_pass(0, inputs, is_first_microbatch)
     bias = layer.bias if adds_bias else None
@@ -168,13 +163,10 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
 
 def _linear(branch: Branch, layer, activation, adds_bias):
     """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ."""
-    gemm_bias = branch_bias = None
-    if adds_bias:
-        gemm_bias = layer.bias
-    elif layer.bias is not None and dist.is_initialized():
-        branch_bias = layer.bias.clone()  # FSDP2 frees a block's parameters before the next block adds it
-    else:
-        branch_bias = layer.bias
+    gemm_bias = layer.bias if adds_bias else None
+    branch_bias = None if adds_bias else layer.bias
+    if branch_bias is not None and dist.is_initialized():
+        branch_bias = branch_bias.clone()  # FSDP2 frees parameters before the next block adds it
     if layer.fp8_weight is None:
         return Branch(F.linear(branch.output, layer.weight, gemm_bias), branch_bias)
     y = _Linear.apply(
@@ -191,44 +183,61 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 # ---------------------------------------------------------------- GEMMs and their gradients
 
+# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
+# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it
+# (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would add about 3 %.
+DGRAD_FAST_ACCUM_K = 3072
+
+
+def forward_gemm(x, weight, bias=None):
+    """Return x @ weightᵀ + bias of two FP8 tensors, x (N, in) and weight (out, in)."""
+    return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "fast")
+
+
+def input_gradient(dy, weight):
+    """Return dgrad, dy @ weight, of two FP8 tensors, dy (N, out) and weight (out, in)."""
+    accumulation = "either" if dy.rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
+    return gemm(dy.rowwise, dy.scale_inv, weight.columnwise, weight.scale_inv, accumulation=accumulation)
+
+
+def weight_gradient(dy, x, **options):
+    """Return wgrad, dyᵀ @ x, of two FP8 tensors, dy (N, out) and x (N, in). options: those of `gemm`."""
+    return gemm(dy.columnwise, dy.scale_inv, x.columnwise, x.scale_inv, **options)
+
+
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
-    dy: (N, out), BF16 or FP8. weight (in, out) and x (in, N): columnwise data and scale_inv."""
+    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data."""
     dbias = dx = dweight = None
     if isinstance(dy, Float8Tensor):
-        rowwise, columnwise, scale_inv = dy.rowwise, dy.columnwise, dy.scale_inv
+        fp8_dy = dy
         if needs_dbias:
             dbias = dy.dequantize().sum(0)
     else:
-        quantized, dbias = casts.cast(
-            dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
-        rowwise, columnwise, scale_inv = quantized
+        fp8_dy, dbias = casts.cast(dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
     if needs_dx:
-        dx = input_gradient(rowwise, scale_inv, weight)
+        dx = input_gradient(fp8_dy, weight)
     if needs_dweight:
-        dweight = _weight_gradient(layer.weight, x, (columnwise, scale_inv))
+        dweight = _parameter_gradient(layer.weight, fp8_dy, x)
     return dx, dweight, dbias
 
 
-def input_gradient(dy, dy_inv, weight):
-    """Return dgrad, dy @ weight, of dy (N, out), rowwise; weight (in, out): columnwise data and scale_inv."""
-    accumulation = "either" if dy.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(dy, dy_inv, *weight, accumulation=accumulation)
+def _parameter_gradient(parameter, dy, x):
+    """Return wgrad, in `main_grad` of a weight that has one, as Megatron-LM and TE do.
 
-
-def _weight_gradient(parameter, x, dy):
-    """Return wgrad, dyᵀ @ x, of dy (out, N) and x (in, N), each columnwise data and scale_inv; in `main_grad`
-    of a weight that has one, as Megatron-LM and TE do."""
+    Attributes of such a weight: overwrite_main_grad tells the first GEMM of a step to overwrite `main_grad`,
+    and grad_added_to_main_grad tells its owner that a GEMM wrote to it."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
-        return gemm(*dy, *x)
+        return weight_gradient(dy, x)
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return gemm(*dy, *x, out=torch.empty_like(main_grad))
+        return weight_gradient(dy, x, out=torch.empty_like(main_grad))
     parameter.main_grad_pass = backward_pass
-    gemm(*dy, *x, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
+    accumulate = not getattr(parameter, "overwrite_main_grad", False)
+    weight_gradient(dy, x, out=main_grad, accumulate=accumulate)
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
@@ -248,92 +257,113 @@ def first_derivative_only(backward):
     return checked
 
 
+# ---------------------------------------------------------------- autograd functions
+# The GEMMs read `layer.fp8_weight`; `weight` is an input only to receive a gradient.
+
+def input_names(class_name, names):
+    """Return a named tuple with a field for each input of an autograd function: whether it needs a gradient,
+    or its gradient, by default None. A backward method returns tuple(…) of it, since Dynamo drops the
+    gradients in a named one."""
+    return namedtuple(class_name, names, defaults=[None] * len(names.split()))
+
+
+NormLinearInputs = input_names(
+    "NormLinearInputs",
+    "x branch branch_bias norm_weight norm_bias weight bias eps layer dbranch_quantization tied_gradient")
+LinearInputs = input_names("LinearInputs", "x x_bias weight bias activation layer dx_quantization")
+
+
 class _NormLinear(torch.autograd.Function):
-    """`norm_linear`. The GEMM reads `layer.fp8_weight`; `weight` is an input only to receive a gradient."""
+    """`norm_linear`."""
 
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
                 dbranch_quantization, tied_gradient):
-        residual, quantized, mean, rstd = casts.norm(
+        residual, fp8_y, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input_quantization)
-        y_rowwise, y_columnwise, y_inv = quantized
-        w_rowwise, w_columnwise, w_inv = layer.fp8_weight
+        fp8_weight = layer.fp8_weight
         ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv)
+            residual, mean, rstd, norm_weight, fp8_y.columnwise, fp8_y.scale_inv, fp8_weight.columnwise,
+            fp8_weight.scale_inv)
         ctx.layer = layer
         ctx.dbranch_quantization = dbranch_quantization
         ctx.tied_gradient = tied_gradient
         ctx.set_materialize_grads(False)
-        return residual, gemm(y_rowwise, y_inv, w_rowwise, w_inv, bias, "fast")
+        return residual, forward_gemm(fp8_y, fp8_weight, bias)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dresidual, dout):
-        residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
-        (needs_x, needs_branch, needs_branch_bias, needs_norm_weight, needs_norm_bias, needs_weight,
-         needs_bias) = ctx.needs_input_grad[:7]
-        dx = dbranch = dbranch_bias = dnorm_weight = dnorm_bias = dweight = dbias = None
-        if dout is None:  # only the sum was used: no GEMM
-            dx = dresidual
-            if needs_branch:
-                dbranch = dresidual
-            if needs_branch_bias:
-                dbranch_bias = dresidual.sum(0)
-        else:
-            needs_dy = needs_x or needs_branch or needs_norm_weight or needs_norm_bias
-            dy, dweight, dbias = _backward_gemms(
-                ctx.layer, dout, (w_columnwise, w_inv), (y_columnwise, y_inv), needs_dy, needs_weight,
-                needs_bias)
-            if ctx.tied_gradient is not None and needs_weight:
-                ctx.tied_gradient.add(dweight)
-                dweight = None
-            if needs_dy:
-                quantization = ctx.dbranch_quantization if needs_branch else None
-                if dresidual is not None:
-                    dresidual = dresidual.contiguous()
-                dx, quantized, dbranch_bias, dnorm_weight, dnorm_bias = casts.norm_backward(
-                    dy, residual, mean, rstd, norm_weight, dresidual, quantization,
-                    with_dbranch_bias=needs_branch_bias)
-                if quantization is not None:
-                    dbranch = Float8Tensor(*quantized)
-                elif needs_branch:
-                    dbranch = dx
+        gradients = _differentiate_norm_linear(ctx, dresidual, dout)
         ctx.layer.update_gradient_scales()
-        return (dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
-                None, None, None, None)
+        return tuple(gradients)
+
+
+def _differentiate_norm_linear(ctx, dresidual, dout):
+    """Return the gradients of `_NormLinear`'s inputs. dresidual, dout: None if that output was not used."""
+    residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
+    needs = NormLinearInputs(*ctx.needs_input_grad)
+    if dout is None:
+        dbranch = dresidual if needs.branch else None
+        dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
+        return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
+    needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias
+    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(None, w_columnwise, w_inv)
+    dy, dweight, dbias = _backward_gemms(
+        ctx.layer, dout, fp8_weight, fp8_y, needs_dy, needs.weight, needs.bias)
+    if ctx.tied_gradient is not None and needs.weight:
+        ctx.tied_gradient.add(dweight)
+        dweight = None
+    if not needs_dy:
+        return NormLinearInputs(weight=dweight, bias=dbias)
+    quantization = ctx.dbranch_quantization if needs.branch else None
+    if dresidual is not None:
+        dresidual = dresidual.contiguous()
+    norm = casts.norm_backward(
+        dy, residual, mean, rstd, norm_weight, dresidual, quantization, with_dbranch_bias=needs.branch_bias)
+    dbranch = None
+    if quantization is not None:
+        dbranch = Float8Tensor(*norm.fp8_dx)
+    elif needs.branch:
+        dbranch = norm.dx
+    return NormLinearInputs(
+        x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
+        norm_bias=norm.dbias, weight=dweight, bias=dbias)
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` and `activation_linear`. For `weight` see `_NormLinear`."""
+    """`linear` and `activation_linear`."""
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization):
+        before_activation = None, None
         if activation is None:
-            quantized, _ = casts.cast(x.contiguous(), *layer.input_quantization)
-            before_activation = None, None
+            fp8_x, _ = casts.cast(x.contiguous(), *layer.input_quantization)
         else:
-            quantized = casts.activate(activation, x, x_bias, *layer.input_quantization)
+            fp8_x = casts.activate(activation, x, x_bias, *layer.input_quantization)
             before_activation = x, x_bias
-        x_rowwise, x_columnwise, x_inv = quantized
-        w_rowwise, w_columnwise, w_inv = layer.fp8_weight
-        ctx.save_for_backward(*before_activation, x_columnwise, x_inv, w_columnwise, w_inv)
+        fp8_weight = layer.fp8_weight
+        ctx.save_for_backward(
+            *before_activation, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
+            fp8_weight.scale_inv)
         ctx.layer = layer
         ctx.activation = activation
         ctx.dx_quantization = dx_quantization
-        return gemm(x_rowwise, x_inv, w_rowwise, w_inv, bias, "fast")
+        return forward_gemm(fp8_x, fp8_weight, bias)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
         before_activation, x_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
-        needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        needs_dx = needs_x or needs_x_bias
+        needs = LinearInputs(*ctx.needs_input_grad)
+        needs_dx = needs.x or needs.x_bias
+        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(None, w_columnwise, w_inv)
         dx, dweight, dbias = _backward_gemms(
-            ctx.layer, dy, (w_columnwise, w_inv), (x_columnwise, x_inv), needs_dx, needs_weight, needs_bias)
+            ctx.layer, dy, fp8_weight, fp8_x, needs_dx, needs.weight, needs.bias)
         dx_bias = None
         if ctx.activation is not None and needs_dx:
-            quantized, dx_bias = casts.activate_backward(
+            fp8_dx, dx_bias = casts.activate_backward(
                 ctx.activation, dx, before_activation, x_bias, *ctx.dx_quantization)
-            dx = Float8Tensor(*quantized)
+            dx = Float8Tensor(*fp8_dx)
         ctx.layer.update_gradient_scales()
-        return dx, dx_bias, dweight, dbias, None, None, None
+        return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias))

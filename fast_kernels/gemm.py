@@ -28,7 +28,7 @@ from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 ALGORITHMS = 16  # candidates requested
 ROUNDS = 8  # timed runs of each candidate
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
-MAX_ATTEMPTS = 4096  # calls for which a shape, which all blocks share, waits for operands that are not zeros
+MAX_ATTEMPTS = 4096  # calls with a shape, from all blocks, whose operands are checked for zeros
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 
 # Values of cuBLASLt's enumerations
@@ -108,10 +108,10 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
-    kinds = [x is not None and (x.shape, x.dtype, x.is_contiguous()) for x in (a, b, bias, out)]
+    kinds = [None if x is None else (x.shape, x.dtype, x.is_contiguous()) for x in (a, b, bias, out)]
     key = (*kinds, accumulate, accumulation, a.get_device())
-    shape = _shapes.get(key)
-    if shape is None:  # a shape is checked when it is new
+    plan = _plans.get(key)
+    if plan is None:  # a shape is checked when it is new
         _check(operands, accumulation)
     bias_address = 0 if bias is None else bias.data_ptr()
     if (a.data_ptr() | b.data_ptr() | bias_address | out.data_ptr()) % 16:  # one of them is not aligned
@@ -119,14 +119,14 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         _run_torch(operands, accumulation, accumulate)
         return
-    if shape is None:
-        shape = _add_shape(key)
-    if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
-        shape.tune(operands)
-    if shape.chosen is None:
+    if plan is None:
+        plan = _add_plan(key)
+    if not plan.is_tuned and not torch.cuda.is_current_stream_capturing():
+        plan.tune(operands)
+    if plan.chosen is None:
         _run_torch(operands, accumulation, accumulate)
     else:
-        shape.run(shape.chosen, *operands)
+        plan.run(plan.chosen, *operands)
 
 
 def _check(operands, accumulation):
@@ -170,22 +170,24 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
-_shapes = {}  # the autotune cache: key -> _Shape
+_plans = {}  # the autotune cache: {arguments of _Plan: _Plan}
 _lock = threading.RLock()  # tune() calls run(), which takes it again
 
 
-def _add_shape(key):
+def _add_plan(key):
     with _lock:
-        if key not in _shapes:  # by another thread
-            _shapes[key] = _Shape(*key)
-        return _shapes[key]
+        if key not in _plans:  # by another thread
+            _plans[key] = _Plan(*key)
+        return _plans[key]
 
 
-class _Shape:
+class _Plan:
     """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape.
 
-    cuBLAS is column-major and takes each of our matrices for its transpose. To it, out = a @ bᵀ is
-    outᵀ = (bᵀ)ᵀ aᵀ: its first operand, which it transposes, is our b, and its second one is our a.
+    cuBLAS is column-major and takes each of our matrices for its transpose:
+
+        ours        a (M, K)                     b (N, K)                    out = a @ bᵀ
+        cuBLAS's    aᵀ (K, M), second operand    bᵀ (K, N), first operand    outᵀ = (bᵀ)ᵀ @ aᵀ
     """
 
     tuned_count = 0  # shapes timed in this process
@@ -227,7 +229,7 @@ class _Shape:
                 return
             a, _, b, *_ = operands
             self.attempts += 1
-            if not self.candidates or _Shape.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
+            if not self.candidates or _Plan.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
                 self.is_tuned = True  # keep the heuristic's first algorithm
             elif _is_mostly_nonzero(a) and _is_mostly_nonzero(b):
                 self.chosen = self._find_fastest(operands)
@@ -235,7 +237,7 @@ class _Shape:
 
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
-        _Shape.tuned_count += 1
+        _Plan.tuned_count += 1
         if self.accumulate:  # the result of a timed run must not be added to the caller's `out`
             *inputs, out = operands
             operands = *inputs, torch.zeros_like(out)
@@ -252,6 +254,7 @@ class _Shape:
             ends.append(end)
         ends[-1].synchronize()
         times = [before.elapsed_time(after) for before, after in zip([start, *ends], ends)]
+        # every len(candidates)-th run is of the same candidate
         medians = [statistics.median(times[i::len(candidates)]) for i in range(len(candidates))]
         fastest = medians.index(min(medians))
         return candidates[fastest]
@@ -289,14 +292,14 @@ class _Shape:
 
 
 def _make_layout(shape, dtype, is_contiguous):
-    """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Shape`."""
-    rows, columns = shape
-    sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_uint64(columns)  # and leading dimension
-    return _create("MatrixLayout", TYPES[dtype], *sizes)
+    """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Plan`."""
+    rows, columns = (ctypes.c_uint64(size) for size in shape)
+    leading_dimension = columns
+    return _create("MatrixLayout", TYPES[dtype], columns, rows, leading_dimension)
 
 
 def _make_descriptor(is_fast, has_bias):
-    """Create the descriptor of out = a @ bᵀ; see `_Shape`."""
+    """Create the descriptor of out = a @ bᵀ; see `_Plan`."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
     _set(descriptor, FAST_ACCUM, ctypes.c_int8(is_fast))

@@ -40,7 +40,8 @@ def is_fake(tensor):
 
 def operation(schema, setup_context=None, backward=None):
     """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
-    `name`. For setup_context and backward see `torch.library.register_autograd`.
+    `name`. What it returns calls the operation where autograd or a tracer must see it, else the function
+    itself. For setup_context and backward see `torch.library.register_autograd`.
 
     schema: arguments and results, such as "(Tensor x, Tensor(a!) out, float eps) -> Tensor", where `a!` marks
         a tensor that is written to.
@@ -72,7 +73,6 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call(*args):
-            """Run the operation where autograd or a tracer must see it, else the function itself."""
             if backward is not None or is_tracing():
                 return op(*args)
             return launch(*args)

@@ -50,9 +50,10 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c), as in Gemma 2; None: of the logits.
     """
-    has_valid_softcap = softcap is None or softcap > 0
-    if not 0 <= label_smoothing <= 1 or not has_valid_softcap:
-        raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: 0.1 and 30.0 work")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: must be from 0 to 1; 0.1 works")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap}: must be None or above 0; 30.0 works")
     is_matrix = logits.dim() == 2 and logits.numel() > 0 and logits.is_contiguous()
     if not is_matrix or logits.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "

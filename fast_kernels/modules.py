@@ -48,47 +48,16 @@ def __getattr__(name):
                          f"{', '.join(__all__)}")
 
 
-# Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
-OPTIONS = dict(
-    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
-    get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
-    zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
-    window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
-    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
-    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
-
-
-def check_options(kind: str, options: dict, **others) -> None:
-    """Raise TypeError for an unknown argument, ValueError for a value that only TE supports."""
-    supported = OPTIONS | others
-    for name, value in options.items():
-        if name not in supported:
-            raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
-        is_tensor = isinstance(value, torch.Tensor)
-        if supported[name] is not ... and (is_tensor or value != supported[name]):
-            shown = f"a tensor {tuple(value.shape)}" if is_tensor else repr(value)
-            raise ValueError(f"{kind}: {name}={shown}: fast_kernels supports {supported[name]!r} only")
-
-
-class CheckedOptions:
-    """Base of modules: an option of TE that is set after construction is checked like an argument."""
-
-    def __setattr__(self, name, value):
-        if name in OPTIONS:
-            check_options(type(self).__name__, {name: value})
-        super().__setattr__(name, value)
-
-
 # ---------------------------------------------------------------- recipes
 
-_Maximum = namedtuple("_Maximum", "max_fwd max_bwd")  # the largest value of a format
+_Maxima = namedtuple("_Maxima", "max_fwd max_bwd")  # FP8_MAX, the largest value, forward and backward
 
 
 class Format(Enum):
     """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
 
-    E4M3 = _Maximum(448.0, 448.0)
-    HYBRID = _Maximum(448.0, 57344.0)
+    E4M3 = _Maxima(448.0, 448.0)
+    HYBRID = _Maxima(448.0, 57344.0)
 
 
 @dataclass
@@ -143,6 +112,29 @@ def unsupported_reason() -> str:
     return ""
 
 
+# ---------------------------------------------------------------- FP8 state of a module
+
+@dataclass
+class ScalingState:
+    """State of one module's tensors in one direction: for each GEMM [input, weight, output] forward, or
+    [output gradient, input gradient] backward; the last of each is unused."""
+
+    scale: torch.Tensor  # (n,) float32
+    amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
+
+    def quantization(self, slot: int, fp8_dtype: torch.dtype) -> Quantization:
+        """Return how one of the tensors is quantized."""
+        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], fp8_dtype)
+
+
+class GemmQuantizations(NamedTuple):
+    """How the tensors of one GEMM are quantized."""
+
+    input: Quantization
+    weight: Quantization
+    output_gradient: Quantization
+
+
 # ---------------------------------------------------------------- the FP8 region
 
 class _OpenContexts:
@@ -166,7 +158,7 @@ class autocast:
         self.enabled = enabled
         self.group = amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
-        self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
+        self.module_recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
         self.has_backward_updater = False  # whether a layer's backward pass updates the scales of gradients
 
     def __enter__(self):
@@ -181,17 +173,16 @@ class autocast:
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        recipes = {}  # {id: recipe}; an inner region may have another one
-        states = {}  # {id of the recipe: (scale, history) of each module}
-        for module, recipe in self.recipes.items():
+        groups = {}  # {id of a recipe: (recipe, states of its modules)}: an inner region may have another one
+        for module, recipe in self.module_recipes.items():
             state = module.fp8_meta[f"scaling_{direction}"]
-            recipes[id(recipe)] = recipe
-            states.setdefault(id(recipe), []).append((state.scale, state.amax_history))
-        for key, recipe in recipes.items():
+            _, states = groups.setdefault(id(recipe), (recipe, []))
+            states.append((state.scale, state.amax_history))
+        for recipe, states in groups.values():
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-                self.reduce_amax([history for _, history in states[key]])
-            maximum = getattr(recipe.fp8_format.value, f"max_{direction}")
-            scales.update(states[key], maximum, recipe.margin, recipe.amax_compute_algo)
+                self.reduce_amax([history for _, history in states])
+            fp8_max = getattr(recipe.fp8_format.value, f"max_{direction}")
+            scales.update(states, fp8_max, recipe.margin, recipe.amax_compute_algo)
 
     def reduce_amax(self, histories) -> None:
         """Set row 0 of each history to the largest amax over the ranks."""
@@ -206,15 +197,7 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
-def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Return a context without effect; ValueError if enabled, since weights stay in BF16."""
-    if enabled:
-        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
-    return nullcontext()
-
-
-fp8_model_init = quantized_model_init  # the deprecated name
-
+# ---------------------------------------------------------------- recomputation in the backward pass
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
     """Run `function` without saving activations, and recompute it in the backward pass with the scales of its
@@ -266,32 +249,58 @@ class _Recompute:
             weight=Quantization(scale[1], amax[1], quantizations.weight.fp8_dtype))
 
 
+# ---------------------------------------------------------------- options of TE that are refused
+
+# Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
+OPTIONS = dict(
+    # linear modules and norms
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
+    get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
+    zero_centered_gamma=False, delay_wgrad_compute=False, parameters_split=None,
+    # attention and TransformerLayer
+    attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal", window_size=None,
+    softmax_scale=None, layer_type="encoder",
+    # FusedAdam
+    amsgrad=False, bias_correction=True, adam_w_mode=True, master_weight_dtype=torch.float32,
+    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
+
+
+def check_options(kind: str, options: dict, **others) -> None:
+    """Raise TypeError for an unknown argument, ValueError for a value that only TE supports."""
+    supported = OPTIONS | others
+    for name, value in options.items():
+        if name not in supported:
+            raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
+        is_tensor = isinstance(value, torch.Tensor)
+        if supported[name] is not ... and (is_tensor or value != supported[name]):
+            shown = f"a tensor {tuple(value.shape)}" if is_tensor else repr(value)
+            raise ValueError(f"{kind}: {name}={shown}: fast_kernels supports {supported[name]!r} only")
+
+
+class CheckedOptions:
+    """Base of modules: an option of TE that is set after construction is checked like an argument."""
+
+    def __setattr__(self, name, value):
+        if name in OPTIONS:
+            check_options(type(self).__name__, {name: value})
+        super().__setattr__(name, value)
+
+
+def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    """Return a context without effect; ValueError if enabled, since weights stay in BF16."""
+    if enabled:
+        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
+    return nullcontext()
+
+
+fp8_model_init = quantized_model_init  # the deprecated name
+
+
 def get_cpu_offload_context(*args, **options):
     raise ValueError("get_cpu_offload_context: fast_kernels has none; use Transformer Engine")
 
 
-# ---------------------------------------------------------------- modules
-
-class GemmQuantizations(NamedTuple):
-    """How the tensors of one GEMM are quantized."""
-
-    input: Quantization
-    weight: Quantization
-    output_gradient: Quantization
-
-
-@dataclass
-class ScalingState:
-    """State of one module's tensors in one direction: for each GEMM [input, weight, output] forward, or
-    [output gradient, input gradient] backward; the last of each is unused."""
-
-    scale: torch.Tensor  # (n,) float32
-    amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
-
-    def quantization(self, slot: int, fp8_dtype: torch.dtype) -> Quantization:
-        """Return how one of the tensors is quantized."""
-        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], fp8_dtype)
-
+# ---------------------------------------------------------------- linear modules
 
 def _do_nothing():
     pass
@@ -316,8 +325,9 @@ class Module(CheckedOptions, nn.Module):
         check_options(kind, options)
         dtype = params_dtype or torch.get_default_dtype()
         self.factory = dict(dtype=dtype, device=device or _device())  # of parameters
-        self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
-        self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
+        self.fp8_meta = {"num_gemms": num_gemms}
+        self.fp8_meta["fp8_checkpoint"] = False  # TE's name for whether the last forward pass was in FP8
+        self._fp8_workspaces = {}  # {weight's name: FP8Data}, kept over the micro-batches of a step
         self._quantizations = {}  # {(GEMM, format): its GemmQuantizations}
         self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
         self.bias_names = []
@@ -379,7 +389,8 @@ class Module(CheckedOptions, nn.Module):
         self.fp8_meta["fp8_checkpoint"] = enabled
         if not enabled:
             return LinearPass(weight, bias)
-        self._check_runs_in_fp8(weight, inputs[0])
+        self.check_device()
+        self.check_dtype(weight, inputs[0])
         self.init_fp8_meta_tensors(regions[-1].recipe)
         quantizations = self._gemm_quantizations(gemm)
         recompute = _open.recompute
@@ -391,26 +402,28 @@ class Module(CheckedOptions, nn.Module):
             if recompute is not None:
                 recompute.record(quantizations)
         fp8_weight = self.quantized_weight(gemm, quantizations.weight, is_first_microbatch)
-        return LinearPass(weight, bias, fp8_weight, quantizations.input, quantizations.output_gradient,
-                          update_gradient_scales)
+        return LinearPass(
+            weight, bias, fp8_weight, input_quantization=quantizations.input,
+            gradient_quantization=quantizations.output_gradient,
+            update_gradient_scales=update_gradient_scales)
 
     def _register_for_update(self, *tensors):
         """Let the outermost region update this module's scales. Return what a layer calls after its backward
-        pass: the update of all gradients' scales in the first layer that has one, since it runs last.
+        pass: in the layer that runs first, whose backward pass is the last, the update of all gradients'
+        scales; in the others nothing.
 
         tensors: those that the layer's backward pass gives gradients to, or None.
         """
         region, outermost = _open.regions[-1], _open.regions[0]
-        outermost.recipes[self] = region.recipe
+        outermost.module_recipes[self] = region.recipe
         if outermost.has_backward_updater or not _has_backward(*tensors):
             return _do_nothing
         outermost.has_backward_updater = True
         return functools.partial(outermost.update, "bwd")
 
-    def _check_runs_in_fp8(self, weight, x):
+    def check_device(self):
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
-        self.check_dtype(weight, x)
 
     def check_dtype(self, weight, x):
         if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
@@ -424,17 +437,17 @@ class Module(CheckedOptions, nn.Module):
         is_same = "scaling_fwd" in meta and (meta["recipe"] is recipe or meta["recipe"] == recipe)
         if is_same and meta["scaling_fwd"].amax_history.shape[0] == recipe.amax_history_len:
             return
+        device = next(self.parameters()).device
         with torch.inference_mode(False):  # training goes on with this state
-            for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-                slots = tensors * meta["num_gemms"]
-                device = next(self.parameters()).device
+            for direction, tensors_per_gemm in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                slots = tensors_per_gemm * meta["num_gemms"]
                 history = torch.zeros(recipe.amax_history_len, slots, device=device)
                 scale = torch.ones(slots, device=device)
-                before = meta.get(direction)
-                if before is not None:
-                    scale = before.scale
-                    kept = min(len(history), len(before.amax_history))
-                    history[:kept] = before.amax_history[:kept]  # as TE, although the newest are at the end
+                old = meta.get(direction)
+                if old is not None:
+                    scale = old.scale
+                    rows = min(len(history), len(old.amax_history))
+                    history[:rows] = old.amax_history[:rows]  # as TE, although the newest are at the end
                 meta[direction] = ScalingState(scale, history)
         meta["recipe"] = recipe
         self._quantizations.clear()
@@ -446,16 +459,17 @@ class Module(CheckedOptions, nn.Module):
         arguments are the fields of a DelayedScaling, which is no constant."""
         recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm,
                                 reduce_amax=reduces_amax)
-        if reason := unsupported_reason():
-            raise ValueError(f"FP8: {reason}")
+        self.check_device()
         self.init_fp8_meta_tensors(recipe)
         self.fp8_meta["fp8_checkpoint"] = True
-        states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        kept = [tensor for state in states for tensor in (state.scale, state.amax_history)]
+        updated = []
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            state = self.fp8_meta[direction]
+            updated += [state.scale, state.amax_history]
         if keeps_weights:
             for gemm in range(len(self.weight_names)):
-                kept += self.workspace(gemm)
-        for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
+                updated += self.workspace(gemm)
+        for tensor in updated:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
 
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
@@ -494,6 +508,22 @@ class Module(CheckedOptions, nn.Module):
         out = self.workspace(gemm) if is_first_microbatch else None
         quantized, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
         return quantized
+
+    def weights_to_quantize(self, recipe) -> list:
+        """Return (weight, rowwise, columnwise, scale_inv, scale, amax) of each GEMM's weight."""
+        self.init_fp8_meta_tensors(recipe)
+        self.check_device()
+        weights = []
+        for gemm, name in enumerate(self.weight_names):
+            weight = getattr(self, name)
+            self.check_dtype(weight, weight)
+            if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
+                raise ValueError(
+                    f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
+                    "with fully_shard set model.quantizes_weights_first = False")
+            quantization = self._gemm_quantizations(gemm).weight
+            weights.append((weight, *self.workspace(gemm), quantization.scale, quantization.amax))
+        return weights
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32."""
@@ -559,6 +589,21 @@ class LayerNormMLP(Module):
         _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
 
+
+@torch.no_grad()
+def quantize_weights(modules):
+    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False. Call it
+    inside `autocast`, and go backward before the next call: the quantized weights are overwritten."""
+    weights = []  # for each its arguments of casts.cast_all
+    for block in modules:
+        for module in block.modules():
+            if isinstance(module, Module):
+                weights += module.weights_to_quantize(_open.regions[-1].recipe)
+    if weights:
+        casts.cast_all(*map(list, zip(*weights)))  # a list for each argument
+
+
+# ---------------------------------------------------------------- norms, attention and a block
 
 class RMSNorm(CheckedOptions, nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
@@ -644,6 +689,8 @@ class TransformerLayer(CheckedOptions, nn.Module):
         return x + F.dropout(y, self.hidden_dropout, self.training)
 
 
+# ---------------------------------------------------------------- loss and optimizer
+
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False):
     """Compute the cross-entropy of logits (B, S, V) in float32 over the labels (B, S) that are not -100: with
     reduce_loss the mean, (1,), whose backward pass overwrites the logits; else (B, S)."""
@@ -665,30 +712,3 @@ class FusedAdam(FastAdam):
 
 
 optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
-
-
-@torch.no_grad()
-def quantize_weights(modules):
-    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False. Call it
-    inside `autocast`, and go backward before the next call: the quantized weights are overwritten."""
-    weights, outputs, weight_scales, amaxes = [], [], [], []
-    for model in modules:
-        for module in model.modules():
-            if not isinstance(module, Module):
-                continue
-            module.init_fp8_meta_tensors(_open.regions[-1].recipe)
-            for gemm, name in enumerate(module.weight_names):
-                weight = getattr(module, name)
-                module._check_runs_in_fp8(weight, weight)
-                if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
-                    raise ValueError(
-                        f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
-                        "with fully_shard set model.quantizes_weights_first = False")
-                quantization = module._gemm_quantizations(gemm).weight
-                weights.append(weight)
-                outputs.append(module.workspace(gemm))
-                weight_scales.append(quantization.scale)
-                amaxes.append(quantization.amax)
-    if weights:
-        rowwise, columnwise, scale_inv = map(list, zip(*outputs))
-        casts.cast_all(weights, rowwise, columnwise, scale_inv, weight_scales, amaxes)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
-from fast_kernels.fused import input_gradient
-from fast_kernels.gemm import gemm
+from fast_kernels.fp8 import FP8Data
+from fast_kernels.fused import forward_gemm, input_gradient, input_names, weight_gradient
 from fast_kernels.library import operation
 
 FORWARD_FP8 = torch.float8_e4m3fn
@@ -46,6 +46,21 @@ def _must_save(context, op, *args, **kwargs):
 checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 
 
+class GradientScaling(NamedTuple):
+    """How the output gradients of a module's GEMMs are quantized."""
+
+    state: object  # the module's ScalingState
+    fp8_dtype: torch.dtype
+    update_arguments: tuple  # of `update_scales`
+
+    def quantization(self, slot):
+        return self.state.quantization(slot, self.fp8_dtype)
+
+    def update(self):
+        """Update the scales, after the module's backward pass."""
+        update_scales(self.state, *self.update_arguments)
+
+
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe = region.recipe
@@ -65,52 +80,37 @@ def run(module, x, region, is_training, is_first_microbatch):
 
     with torch.no_grad():
         if norm_weight is None:
-            statistics = None, None
+            mean = rstd = None
             fp8_x, _ = casts.cast(x.detach(), *quantization(INPUT))
         else:
-            _, fp8_x, *statistics = casts.norm(
+            _, fp8_x, mean, rstd = casts.norm(
                 x.detach(), None, None, norm_weight.detach(), _detach(norm_bias), module.eps,
                 *quantization(INPUT))
         fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
-    fp8_max = recipe.fp8_format.value
+    maxima = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
     update_options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
-    gradient_dtype = torch.float8_e5m2 if fp8_max.max_bwd > fp8_max.max_fwd else FORWARD_FP8
-    gradients = GradientScaling(gradient_state, gradient_dtype, (fp8_max.max_bwd, *update_options))
+    gradient_dtype = torch.float8_e5m2 if maxima.max_bwd > maxima.max_fwd else FORWARD_FP8
+    gradients = GradientScaling(gradient_state, gradient_dtype, (maxima.max_bwd, *update_options))
     if len(module.weight_names) == 1:
         y = _Linear.apply(
-            x, norm_weight, norm_bias, module.weight, module.bias, statistics, fp8_x, fp8_weight, gradients)
+            x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, fp8_x, fp8_weight, gradients)
     else:
         with torch.no_grad():
-            hidden = _forward_gemm(fp8_x, fp8_weight)
+            hidden = forward_gemm(fp8_x, fp8_weight)
             fp8_act = casts.activate(
                 module.activation, hidden, _detach(module.fc1_bias), *quantization(FC2_INPUT))
             fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
         y = _MLP.apply(
             x, norm_weight, norm_bias, module.fc1_weight, module.fc1_bias, module.fc2_weight, module.fc2_bias,
-            statistics, fp8_x, fp8_weight, module.activation, hidden, fp8_act, fp8_fc2, gradients)
+            mean, rstd, fp8_x, fp8_weight, module.activation, hidden, fp8_act, fp8_fc2, gradients)
     if is_training:
-        update_scales(state, fp8_max.max_fwd, *update_options)
+        update_scales(state, maxima.max_fwd, *update_options)
     return y
-
-
-class GradientScaling(NamedTuple):
-    """How the output gradients of a module's GEMMs are quantized."""
-
-    state: object  # the module's ScalingState
-    fp8_dtype: torch.dtype
-    update_arguments: tuple  # of `update_scales`
 
 
 def _detach(parameter):
     return None if parameter is None else parameter.detach()
-
-
-def _forward_gemm(x, weight, bias=None):
-    """Return x @ weightᵀ + bias of two FP8 tensors."""
-    x_rowwise, _, x_inv = x
-    weight_rowwise, _, weight_inv = weight
-    return gemm(x_rowwise, x_inv, weight_rowwise, weight_inv, bias, "fast")
 
 
 def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
@@ -125,92 +125,87 @@ def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
 
 
 # The modules as autograd functions. x, which is before the norm, and the parameters are inputs to receive
-# gradients. The others get none: statistics, mean and rstd of the norm; fp8_…, an FP8 tensor (rowwise,
-# columnwise, scale_inv); gradients, a GradientScaling. This is not saved with save_for_backward, because the
-# backward pass changes it in place.
+# gradients. The others get none: mean and rstd of the norm; fp8_…, an FP8Data; gradients, a GradientScaling.
+# This is not saved with save_for_backward, because the backward pass changes it in place.
+
+LinearInputs = input_names(
+    "LinearInputs", "x norm_weight norm_bias weight bias mean rstd fp8_x fp8_weight gradients")
+MLPInputs = input_names(
+    "MLPInputs", "x norm_weight norm_bias fc1_weight fc1_bias fc2_weight fc2_bias mean rstd fp8_x fp8_fc1 "
+    "activation hidden fp8_act fp8_fc2 gradients")
+
 
 class _Linear(torch.autograd.Function):
     """Linear and LayerNormLinear."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, statistics, fp8_x, fp8_weight, gradients):
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, mean, rstd, fp8_x, fp8_weight, gradients):
         ctx.gradients = gradients
         if norm_weight is None:
             x = None  # only the norm's backward pass reads it
-        _, *x_columnwise = fp8_x
-        _, *w_columnwise = fp8_weight
-        ctx.save_for_backward(x, norm_weight, *statistics, *x_columnwise, *w_columnwise)
-        return _forward_gemm(fp8_x, fp8_weight, bias)
+        ctx.save_for_backward(
+            x, norm_weight, mean, rstd, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
+            fp8_weight.scale_inv)
+        return forward_gemm(fp8_x, fp8_weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
-        needs_x, needs_norm_weight, needs_norm_bias, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs = LinearInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dweight = None
-        quantized, dbias = casts.cast(
-            dy.contiguous(), *_gradient_quantization(ctx, GRADIENT), with_dbias=needs_bias)
-        dy_rowwise, dy_columnwise, dy_inv = quantized
-        if needs_weight:
-            dweight = gemm(dy_columnwise, dy_inv, x_columnwise, x_inv)
-        if needs_x or needs_norm_weight or needs_norm_bias:
-            dx = input_gradient(dy_rowwise, dy_inv, (w_columnwise, w_inv))
+        fp8_dy, dbias = casts.cast(
+            dy.contiguous(), *ctx.gradients.quantization(GRADIENT), with_dbias=needs.bias)
+        if needs.weight:
+            dweight = weight_gradient(fp8_dy, FP8Data(None, x_columnwise, x_inv))
+        if needs.x or needs.norm_weight or needs.norm_bias:
+            dx = input_gradient(fp8_dy, FP8Data(None, w_columnwise, w_inv))
             if norm_weight is not None:
-                dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(
-                    dx, x, mean, rstd, norm_weight, None)
-        _update_gradient_scales(ctx)
-        return dx, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
+                norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
+                dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
+        ctx.gradients.update()
+        return tuple(LinearInputs(
+            x=dx, norm_weight=dnorm_weight, norm_bias=dnorm_bias, weight=dweight, bias=dbias))
 
 
 class _MLP(torch.autograd.Function):
     """LayerNormMLP. hidden: the output of fc1 without its bias. act: after the activation."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, statistics,
-                fp8_x, fp8_fc1, activation, hidden, fp8_act, fp8_fc2, gradients):
+    def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, mean, rstd, fp8_x,
+                fp8_fc1, activation, hidden, fp8_act, fp8_fc2, gradients):
         ctx.gradients = gradients
         ctx.activation = activation
-        columnwise = []  # and scale_inv: what dgrad and wgrad read
-        for _, *data_and_scale in (fp8_x, fp8_fc1, fp8_act, fp8_fc2):
-            columnwise += data_and_scale
-        ctx.save_for_backward(x, norm_weight, *statistics, fc1_bias, hidden, *columnwise)
-        return _forward_gemm(fp8_act, fp8_fc2, fc2_bias)
+        ctx.save_for_backward(
+            x, norm_weight, mean, rstd, fc1_bias, hidden, fp8_x.columnwise, fp8_x.scale_inv,
+            fp8_fc1.columnwise, fp8_fc1.scale_inv, fp8_act.columnwise, fp8_act.scale_inv, fp8_fc2.columnwise,
+            fp8_fc2.scale_inv)
+        return forward_gemm(fp8_act, fp8_fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
          act_columnwise, act_inv, fc2_columnwise, fc2_inv) = ctx.saved_tensors
-        (needs_x, needs_norm_weight, needs_norm_bias, needs_fc1_weight, needs_fc1_bias, needs_fc2_weight,
-         needs_fc2_bias, *_) = ctx.needs_input_grad
+        needs = MLPInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dfc1_weight = dfc1_bias = dfc2_weight = None
         # fc2
-        quantized, dfc2_bias = casts.cast(
-            dy.contiguous(), *_gradient_quantization(ctx, FC2_GRADIENT), with_dbias=needs_fc2_bias)
-        dy_rowwise, dy_columnwise, dy_inv = quantized
-        if needs_fc2_weight:
-            dfc2_weight = gemm(dy_columnwise, dy_inv, act_columnwise, act_inv)
+        fp8_dy, dfc2_bias = casts.cast(
+            dy.contiguous(), *ctx.gradients.quantization(FC2_GRADIENT), with_dbias=needs.fc2_bias)
+        if needs.fc2_weight:
+            dfc2_weight = weight_gradient(fp8_dy, FP8Data(None, act_columnwise, act_inv))
         # activation and fc1
-        needs_dx = needs_x or needs_norm_weight or needs_norm_bias
-        if needs_dx or needs_fc1_weight or needs_fc1_bias:
-            dact = input_gradient(dy_rowwise, dy_inv, (fc2_columnwise, fc2_inv))
-            quantized, dfc1_bias = casts.activate_backward(
-                ctx.activation, dact, hidden, fc1_bias, *_gradient_quantization(ctx, GRADIENT))
-            dhidden_rowwise, dhidden_columnwise, dhidden_inv = quantized
-        if needs_fc1_weight:
-            dfc1_weight = gemm(dhidden_columnwise, dhidden_inv, x_columnwise, x_inv)
+        needs_dx = needs.x or needs.norm_weight or needs.norm_bias
+        if needs_dx or needs.fc1_weight or needs.fc1_bias:
+            dact = input_gradient(fp8_dy, FP8Data(None, fc2_columnwise, fc2_inv))
+            fp8_dhidden, dfc1_bias = casts.activate_backward(
+                ctx.activation, dact, hidden, fc1_bias, *ctx.gradients.quantization(GRADIENT))
+        if needs.fc1_weight:
+            dfc1_weight = weight_gradient(fp8_dhidden, FP8Data(None, x_columnwise, x_inv))
         # norm
         if needs_dx:
-            dx = input_gradient(dhidden_rowwise, dhidden_inv, (fc1_columnwise, fc1_inv))
-            dx, _, _, dnorm_weight, dnorm_bias = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
-        _update_gradient_scales(ctx)
-        return (dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias,
-                None, None, None, None, None, None, None, None)
-
-
-def _gradient_quantization(ctx, slot):
-    """Return how an output gradient is quantized."""
-    state = ctx.gradients.state
-    return state.scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], ctx.gradients.fp8_dtype
-
-
-def _update_gradient_scales(ctx):
-    update_scales(ctx.gradients.state, *ctx.gradients.update_arguments)
+            dx = input_gradient(fp8_dhidden, FP8Data(None, fc1_columnwise, fc1_inv))
+            norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
+            dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
+        ctx.gradients.update()
+        return tuple(MLPInputs(
+            x=dx, norm_weight=dnorm_weight, norm_bias=dnorm_bias, fc1_weight=dfc1_weight, fc1_bias=dfc1_bias,
+            fc2_weight=dfc2_weight, fc2_bias=dfc2_bias))

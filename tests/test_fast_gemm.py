@@ -20,8 +20,8 @@ BACKWARD = [(E5M2, E4M3, False, "precise"), (E5M2, E4M3, False, "fast"), (E5M2, 
 def empty_autotune_cache(monkeypatch):
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("FP8 GEMMs need compute capability 9.0 or higher")
-    monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
-    monkeypatch.setattr(fast_gemm._Shape, "tuned_count", 0)
+    monkeypatch.setattr(fast_gemm, "_plans", type(fast_gemm._plans)())
+    monkeypatch.setattr(fast_gemm._Plan, "tuned_count", 0)
 
 
 def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False, device=DEVICE):
@@ -60,15 +60,15 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
     operands, exact = make(m, k, n, a_type, b_type, with_bias)
     out = fast_gemm.gemm(*operands, accumulation=accumulation)
     assert out.shape == (m, n) and out.dtype == torch.bfloat16 and error(out, exact) < 1e-2
-    shape, = fast_gemm._shapes.values()
-    assert shape.is_tuned and shape.chosen in shape.candidates
-    used = {id(descriptor) for descriptor, _ in shape.candidates}
-    assert used == {id(descriptor) for descriptor in shape.descriptors}
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned and plan.chosen in plan.candidates
+    used = {id(descriptor) for descriptor, _ in plan.candidates}
+    assert used == {id(descriptor) for descriptor in plan.descriptors}
     assert len(used) == (2 if accumulation == "either" else 1)
     errors = []
-    for algorithm in shape.candidates:
+    for algorithm in plan.candidates:
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        shape.run(algorithm, *operands, out)
+        plan.run(algorithm, *operands, out)
         errors.append(error(out, exact))
     # The error of rounding to BF16 is 0.17 %. Fast accumulation adds 0.3 % at K = 4,096.
     limit = 2.5e-3 if accumulation == "precise" else 6e-3
@@ -88,8 +88,8 @@ def test_a_result_is_written_or_added_to_out(m, k, n, dtype, accumulate):
         assert fast_gemm.gemm(*operands, out=out, accumulate=accumulate) is out
         expected = 3 + times * exact if accumulate else exact
         assert error(out, expected) < limit
-    shape, = fast_gemm._shapes.values()
-    assert shape.is_tuned
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_number_of_timed_shapes_is_bounded(monkeypatch):
     for tokens in (128, 128, 144, 160, 176, 192, 128):
         operands, exact = make(tokens, 256, 256)
         assert error(fast_gemm.gemm(*operands), exact) < 1e-2
-        timed.append(fast_gemm._Shape.tuned_count)
+        timed.append(fast_gemm._Plan.tuned_count)
     assert timed == [1, 1, 2, 2, 2, 2, 2]
 
 
@@ -114,9 +114,9 @@ def test_timing_waits_for_operands_that_are_not_zeros(a_type, zero):
     zeros = torch.full((128, 256), zero, device="cuda").to(a_type)
     for _ in range(3 * 96):
         fast_gemm.gemm(zeros, *operands[1:])
-    shape, = fast_gemm._shapes.values()
-    assert not shape.is_tuned
-    assert error(fast_gemm.gemm(*operands), exact) < 1e-2 and fast_gemm._Shape.tuned_count == 1
+    plan, = fast_gemm._plans.values()
+    assert not plan.is_tuned
+    assert error(fast_gemm.gemm(*operands), exact) < 1e-2 and fast_gemm._Plan.tuned_count == 1
 
 
 @pytest.mark.gpu
@@ -146,14 +146,14 @@ def test_timing_copies_no_operand():
 def runs_on_torch(monkeypatch, reason):
     """Make gemm use torch._scaled_mm, for one of its reasons."""
     if reason == "no algorithm":
-        monkeypatch.setattr(fast_gemm._Shape, "_ask_heuristic", lambda *_: [])
+        monkeypatch.setattr(fast_gemm._Plan, "_ask_heuristic", lambda *_: [])
     elif reason == "none runs":
-        monkeypatch.setattr(fast_gemm._Shape, "_can_run", lambda *_: False)
+        monkeypatch.setattr(fast_gemm._Plan, "_can_run", lambda *_: False)
     elif reason == "no library":
         monkeypatch.setattr(fast_gemm, "_library", lambda: None)
     else:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(fast_gemm._Shape, "run", None)
+    monkeypatch.setattr(fast_gemm._Plan, "run", None)
 
 
 @pytest.mark.parametrize("reason", [
@@ -231,8 +231,8 @@ def test_in_a_cuda_graph(tuned):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fast_gemm.gemm(*operands)
-    shape, = fast_gemm._shapes.values()
-    assert shape.is_tuned == tuned
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned == tuned
     (a, _, b, _, _), exact = make(256, 256, 128)
     operands[0].copy_(a)
     operands[2].copy_(b)

@@ -152,8 +152,8 @@ def test_backward_runs_once(fp8_dtype):
     (torch.zeros(0, 32), torch.zeros(0), {}, "is needed"),
     (torch.zeros(4, 32), torch.zeros(5), {}, "is needed"),
     (torch.zeros(4, 32), torch.zeros(4).int(), {}, "is needed"),
-    (torch.zeros(4, 32), torch.zeros(4), {"label_smoothing": 1.5}, "0.1 and 30.0 work"),
-    (torch.zeros(4, 32), torch.zeros(4), {"softcap": 0.0}, "0.1 and 30.0 work"),
+    (torch.zeros(4, 32), torch.zeros(4), {"label_smoothing": 1.5}, "from 0 to 1; 0.1 works"),
+    (torch.zeros(4, 32), torch.zeros(4), {"softcap": 0.0}, "above 0; 30.0 works"),
     (torch.zeros(24, 32), torch.zeros(24), {"quantization": (None, None, None)}, "multiples of 16")])
 def test_invalid_arguments_raise(logits, labels, options, message):
     labels = labels if labels.dtype == torch.int32 else labels.long()
