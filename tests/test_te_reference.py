@@ -214,8 +214,10 @@ def test_is_first_microbatch_caches_the_quantized_weight():
     assert y(100, True) == pytest.approx(100)
 
 
-def test_the_module_after_a_frozen_one_rolls_histories():
-    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
+@pytest.mark.parametrize("has_bias", [False, True])  # a bias is trained, but its gradient is not quantized
+def test_the_module_after_a_frozen_one_rolls_histories(has_bias):
+    first, second = linear(diagonal(0.5), has_bias), linear(diagonal(0.5))
+    first.weight.requires_grad_(False)
     with te.autocast(recipe=delayed()):
         y = second(first(diagonal(1.0)))
     y.backward(diagonal(4.0))
