@@ -1508,20 +1508,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
                  bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
-                 master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
-                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
-                 set_grad_none=None):
+                 exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, set_grad_none=None, **options):
+        _check_options("FusedAdam", options)
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        moment_dtypes = (torch.float32, torch.bfloat16)
-        has_moment_dtypes = exp_avg_dtype in moment_dtypes and exp_avg_sq_dtype in moment_dtypes
-        if master_weight_dtype != torch.float32 or not has_moment_dtypes:
-            raise ValueError(
-                "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
-                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
-        if use_decoupled_grad:
-            raise ValueError("FusedAdam(use_decoupled_grad=True): te_reference reads `grad` only; use "
-                             "Transformer Engine")
+        if not {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}:
+            raise ValueError(f"FusedAdam(exp_avg_dtype={exp_avg_dtype}, exp_avg_sq_dtype={exp_avg_sq_dtype}):"
+                             " te_reference keeps moments in torch.float32 or torch.bfloat16")
         if set_grad_none is not None and not set_grad_none:
             raise ValueError("FusedAdam(set_grad_none=False): use zero_grad(set_to_none=False)")
         defaults = dict(
@@ -1755,6 +1748,8 @@ _NOT_EMULATED = {
         softmax_type="vanilla", enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None,
         enc_dec_window_size=None, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
         ub_bulk_dgrad=True, ub_bulk_wgrad=True),
+    "FusedAdam": dict(
+        master_weight_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=_ANY),
 }
 
 
