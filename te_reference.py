@@ -13,14 +13,17 @@ How FP8 is emulated: a linear layer has three GEMMs, and TE quantizes both opera
 Here x, w and dy are cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in float32.
 The quantized bytes equal TE's; the output of a GEMM differs only in summation order. Two autograd functions
 do this: `_StraightThrough` replaces x or w by its dequantized value, and `_QuantizeGrad`, applied to y,
-quantizes dy in the backward pass for both dgrad and wgrad. Block-scaling recipes quantize each operand twice,
-once per GEMM that reads it, in `_BlockLinear`. Rounding has no second derivative, so all
-three refuse `create_graph=True`. Without FP8 the modules can be differentiated any number of times.
+quantizes dy in the backward pass for both dgrad and wgrad. Rounding has no second derivative, so both refuse
+`create_graph=True`. Without FP8 the modules can be differentiated any number of times.
 
 How `DelayedScaling` keeps state: each tensor has a `scale` and an `amax_history`, as in TE. Row 0 of the
 history collects the amax of the current step. When the outermost `autocast` ends (forward tensors), or the
 backward pass of the first module ends (backward tensors), the history rolls by one row and gives the scale of
 the *next* step.
+
+The parts stand in the order in which one reads them. After the loss come those that the models here rarely
+use: block scaling, gradient checkpointing, `TransformerLayer`, weights stored in FP8, the optimizer, tensor
+parallelism, the arguments that are not emulated, and torch.compile.
 
 TF32 must stay off (PyTorch's default): its 10-bit mantissa cannot hold the dequantized values.
 
@@ -62,13 +65,7 @@ def __getattr__(name):
                          f"{', '.join(__all__)}")
 
 
-FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-FP32_MAX = torch.finfo(torch.float32).max
-
-
-# ------------------------------------------------------------------------------
-# Recipes (transformer_engine.common.recipe)
-
+# ---------------------------------------------------------------- recipes (transformer_engine.common.recipe)
 
 class _FormatMax(NamedTuple):
     max_fwd: float
@@ -108,11 +105,9 @@ class Recipe:
     def custom(self):
         return False
 
-    @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
-    def _prepare_traced(self, module_id, group):
-        for module in list(_fp8.early_states):
-            if id(module) == module_id:
-                _prepare_module(module, self, group, is_traced=True)
+    @torch.compiler.assume_constant_result
+    def _prepare_while_tracing(self, module_id, group):  # a method: see torch.compile, at the end
+        _prepare_modules(module_id, self, group)
 
     def _check(self):
         """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
@@ -196,10 +191,6 @@ class MXFP8BlockScaling(Recipe):
                              "Engine neither; leave it at 0")
 
 
-# ------------------------------------------------------------------------------
-# What is available
-
-
 def is_fp8_available(return_reason=False):
     """Always true: delayed, current and block scaling and MXFP8 are emulated."""
     return (True, "") if return_reason else True
@@ -213,9 +204,57 @@ def is_nvfp4_available(return_reason=False):
     return (False, "te_reference emulates FP8 only, not NVFP4.") if return_reason else False
 
 
-# ------------------------------------------------------------------------------
-# The FP8 region: one global state, as in TE
+# ---------------------------------------------------------------- quantization
 
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def amax_of(x, dim=()):
+    """Return the largest absolute value, () float32, or the largest along `dim`. NaN is ignored, as by CUDA's
+    fmax."""
+    magnitude = x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf)
+    return magnitude.amax(dim).float()
+
+
+def quantize(x, scale, dtype):
+    """Return x · scale, saturated to the format's range (infinity too; NaN stays NaN) and cast to FP8 with
+    round to nearest even."""
+    fp8_max = FP8_MAX[dtype]
+    scaled = x.detach().float() * scale
+    return scaled.clamp(-fp8_max, fp8_max).to(dtype)
+
+
+def dequantize(q, scale):
+    """Return q / scale in float32, computed as q times the float32 reciprocal."""
+    return q.float() * scale.reciprocal()
+
+
+def delayed_scale(amax, old_scale, fp8_max, margin=0):
+    """Return FP8_MAX / amax / 2**margin, all (n,) float32. An amax of zero, infinity or NaN keeps the old
+    scale."""
+    scale = _divide(fp8_max * 2.0**-margin, amax)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
+
+
+def current_scale(amax, fp8_max, power_of_2=False):
+    """Return FP8_MAX / amax, rounded down to a power of two if `power_of_2`. An amax of zero or infinity
+    gives 1; it is never NaN, which `amax_of` ignores."""
+    scale = _divide(fp8_max, amax)
+    scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
+    if power_of_2:  # clear the mantissa
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return scale
+
+
+def _divide(number, amax):
+    """Return number / amax; a quotient that overflows gives the largest float32."""
+    # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
+    quotient = torch.full_like(amax, number) / amax
+    return torch.where(torch.isinf(quotient), FP32_MAX, quotient)
+
+
+# ---------------------------------------------------------------- the FP8 region: one global state, as in TE
 
 class _Region(NamedTuple):
     """The arguments of an `autocast`."""
@@ -226,41 +265,32 @@ class _Region(NamedTuple):
 
 
 class _Fp8State:
-    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll.
-
-    A region is known by a key, its recipe and group. A _ScalingState belongs to the first region in which its
-    module runs, and is rolled with that region's recipe over that region's group.
-    """
+    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
 
     def __init__(self):
-        # Open regions, the innermost last; torch.compile loses attributes that are set after flex_attention
+        # Open regions, the innermost last. A list: torch.compile loses an attribute set after flex_attention
         self.open = []
         self.default_recipe = DelayedScaling()
-        # True until the first module of an autocast region has run; its backward pass rolls the histories
-        self.first_module = False
-        self.weights_in_fp8 = False  # inside quantized_model_init, with init_recipe
-        self.init_recipe = None
-        self.keep_init_value = False
-        # "forward" in the function of checkpoint(), "recompute" in its recomputation; "compiled" in both
-        self.checkpoint_phase = None
-        self.checkpoint_scales = None  # (_ScalingState, index) -> scales of the forward pass
-        self.regions = {}  # key -> the _Region entered last
+        # key of a recipe and a group -> the _Region of both entered last
+        self.regions = {}
         # is_forward -> weak references to the _ScalingState of every module that ran
         self.states = {True: [], False: []}
-        # every module -> {direction: _ScalingState}, made before its first pass as torch.compile needs
-        self.early_states = weakref.WeakKeyDictionary()
+        # In a region: no module has been chosen yet whose backward pass rolls the backward histories
+        self.needs_backward_roll = False
+        # quantized_model_init: the recipe of the FP8 weights inside it, None outside
+        self.init_recipe = None
+        self.keep_init_value = False
+        # checkpoint: "forward" in its function, "recompute" in the recomputation; "compiled" in both
+        self.checkpoint_phase = None
+        self.checkpoint_scales = None  # (_ScalingState, index) -> scales of the forward pass
 
     @property
     def enabled(self):
         return len(self.open) > 0 and self.open[-1].enabled
 
     @property
-    def recipe(self):
-        return self.open[-1].recipe
-
-    @property
-    def group(self):
-        return self.open[-1].group
+    def region(self):
+        return self.open[-1]
 
 
 _fp8 = _Fp8State()
@@ -279,19 +309,19 @@ class autocast:
 
     def __enter__(self):
         recipe = _fp8.default_recipe if self.recipe is None else self.recipe
-        self.outer_first_module = _fp8.first_module
+        self.outer_needs_backward_roll = _fp8.needs_backward_roll
         if not _fp8.open:
-            _fp8.first_module = True
+            _fp8.needs_backward_roll = True
         _fp8.open.append(_Region(self.enabled, recipe, self.group))
         return self
 
     def __exit__(self, *exc):
         _fp8.open.pop()
-        _fp8.first_module = self.outer_first_module
+        _fp8.needs_backward_roll = self.outer_needs_backward_roll
         # Only for the outermost region and with gradients enabled: evaluation changes no scale, but its amax
         # stays in row 0 and counts in the next training step.
         if self.enabled and not _fp8.open and torch.is_grad_enabled():
-            _roll_histories(forward=True)
+            _roll_all_histories(forward=True)
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
@@ -299,96 +329,20 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-@contextmanager
-def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Create the modules inside with FP8 weights and no high-precision copy.
-
-    Here such a parameter is a plain tensor of dequantized FP8 values (exact in float32; rounded again in
-    bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
-    """
-    outer = (_fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value)
-    _fp8.weights_in_fp8 = enabled
-    _fp8.init_recipe = DelayedScaling() if recipe is None else recipe
-    _fp8.keep_init_value = preserve_high_precision_init_val
-    try:
-        yield
-    finally:
-        _fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value = outer
-
-
-fp8_model_init = quantized_model_init  # the deprecated name
-
-
-def _prepare_module(module, recipe, group, is_traced):
-    """Create, resize and register the FP8 state of a module that runs in a region."""
-    recipe_before = module.fp8_meta.get("recipe")
-    module.init_fp8_meta_tensors(recipe)
-    if not recipe.delayed():
-        return
-    key = f"recipe={recipe},group={id(group) if group is not None else None}"
-    _fp8.regions[key] = _Region(True, recipe, group)
-    module._register(key, runs=True)
-    if is_traced:
-        _prepare_untraced_modules(module._device(), recipe, recipe_before, key)
-
-
-def _prepare_untraced_modules(device, recipe, recipe_before, key):
-    """Prepare all other modules, too, while torch.compile traces the first one.
-
-    A compiled graph cannot prepare them, and the first module's backward pass, which rolls all histories, is
-    traced before the others. A roll changes nothing of those that do not run.
-    """
-    for module in list(_fp8.early_states):
-        if module.fp8_meta["num_gemms"] == 0:
-            continue
-        own_recipe = module.fp8_meta.get("recipe")
-        if own_recipe is None and module._device() == device:
-            module._add_missing_states(recipe, _fp8.early_states[module])
-            module._register(key, runs=False)
-        elif own_recipe in (recipe, recipe_before):  # of the same model
-            module.init_fp8_meta_tensors(recipe)
-            module._register(key, runs=False)
-        # CUDA graphs of torch.compile update static inputs only
-        for state in module._scaling_states().values():
-            torch._dynamo.mark_static_address(state.scale)
-            torch._dynamo.mark_static_address(state.amax_history)
-
-
-def _roll_histories(forward, only=None):
-    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales.
-    With `only`, those of this _ScalingState."""
-    states = [reference() for reference in _fp8.states[forward]]
-    states = [state for state in states if state is not None]  # of modules that still exist
-    if only is not None:
-        states = [state for state in states if state is only]
-    for key, (_, recipe, group) in _fp8.regions.items():
-        of_region = [state for state in states if state.key == key]
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        if recipe.reduce_amax and is_distributed and of_region:
-            _reduce_amaxes(of_region, group)
-        for state in of_region:
-            state.roll(recipe, FP8_MAX[recipe._dtype(forward)])
-
-
-def _reduce_amaxes(states, group):
-    """Replace the amaxes of this step by their maxima over the ranks, in one collective."""
-    amaxes = torch.cat([state.amax_history[0] for state in states])
-    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-    sizes = [state.scale.numel() for state in states]
-    for state, amax in zip(states, amaxes.split(sizes)):
-        state.amax_history[0] = amax
-
+# ---------------------------------------------------------------- scales and amax histories of DelayedScaling
 
 class _ScalingState:
     """Scales and amax histories of one module's tensors, in one direction.
 
     For each GEMM of the module, the tensors are [input, weight, output] forward or [output gradient, input
     gradient] backward. `scale`: (n,) float32; `amax_history`: (amax_history_len, n) float32.
+
+    It belongs to the first region in which its module runs: that region's recipe and group roll it.
     """
 
     @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
-        self.key = None  # of the region that rolls it
+        self.key = None  # of its region
         self.has_run = False
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
@@ -396,7 +350,8 @@ class _ScalingState:
     def __getstate__(self):  # to copy or to pickle: the other one is not registered
         return self.__dict__ | {"key": None, "has_run": False}
 
-    def register(self, forward, key, runs):
+    def register(self, forward, key, runs=True):
+        """Let the region of this key roll the state. `runs=False`: until the module runs in another one."""
         if self.key is None:
             _fp8.states[forward].append(weakref.ref(self))
         if not self.has_run:
@@ -436,174 +391,48 @@ class _ScalingState:
         self.amax_history = F.pad(kept, (0, 0, 0, added)).clone()
 
 
-def delayed_scale(amax, old_scale, fp8_max, margin=0):
-    """Return FP8_MAX / amax / 2**margin. All tensors: (n,) float32.
-
-    An amax of zero, infinity or NaN keeps the old scale. A quotient that overflows gives the largest float32.
-    """
-    # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
-    scale = torch.full_like(amax, fp8_max * 2.0**-margin) / amax
-    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
+def _roll_all_histories(forward):
+    """At the end of a forward (or backward) pass, roll the histories of all modules that have run."""
+    states = [reference() for reference in _fp8.states[forward]]
+    states = [state for state in states if state is not None]  # of modules that still exist
+    for key in _fp8.regions:
+        _roll_histories([state for state in states if state.key == key], key, forward)
 
 
-def current_scale(amax, fp8_max, power_of_2=False):
-    """Return FP8_MAX / amax, rounded down to a power of two if `power_of_2`.
-
-    An amax of zero or infinity gives 1. A quotient that overflows gives the largest float32.
-    """
-    scale = torch.full_like(amax, fp8_max) / amax
-    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
-    scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
-    if power_of_2:  # clear the mantissa
-        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-    return scale
+def _roll_histories(states, key, forward):
+    """Reduce the amaxes of states of one region over its ranks, roll histories and update scales."""
+    _, recipe, group = _fp8.regions[key]
+    is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if recipe.reduce_amax and is_distributed and states:
+        _reduce_amaxes(states, group)
+    for state in states:
+        state.roll(recipe, FP8_MAX[recipe._dtype(forward)])
 
 
-def mx_scale(amax, fp8_max):
-    """Return MXFP8's scale, 2^-e with the smallest e in [-127, 127] (E8M0's range) such that amax / 2^e fits
-    the format."""
-    bits = (amax * (1.0 / fp8_max)).view(torch.int32)
-    exponent = bits >> 23 & 0xFF  # biased: e + 127
-    mantissa = bits & 0x7FFFFF
-    # Round up to a power of two. What is at most 2^-127, the smallest of E8M0, is subnormal in float32.
-    is_smallest = (exponent == 0) & (mantissa <= 0x400000)
-    is_largest = exponent >= 0xFE
-    rounds_up = (mantissa > 0) & ~is_smallest & ~is_largest
-    exponent = torch.where(rounds_up, exponent + 1, exponent).clamp(max=0xFE)
-    return torch.ldexp(torch.ones_like(amax), 127 - exponent)
+def _reduce_amaxes(states, group):
+    """Replace the amaxes of this step by their maxima over the ranks, in one collective."""
+    amaxes = torch.cat([state.amax_history[0] for state in states])
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    sizes = [state.scale.numel() for state in states]
+    for state, amax in zip(states, amaxes.split(sizes)):
+        state.amax_history[0] = amax
 
 
-def in_blocks(x, block, scale_of, dtype):
-    """Quantize x (rows, columns) with one scale per block of shape `block`; edge blocks may be smaller.
-
-    Returns: FP8 data of x's shape, scales (row blocks, column blocks), and x dequantized to float32.
-    """
-    rows, columns = x.shape
-    block_rows, block_columns = block
-    added_rows, added_columns = -rows % block_rows, -columns % block_columns
-    padded = F.pad(x.detach().float(), (0, added_columns, 0, added_rows))
-    row_blocks = padded.shape[0] // block_rows
-    tiles = padded.view(row_blocks, block_rows, -1, block_columns)
-    scale = scale_of(amax_of(tiles, dim=(1, 3)), FP8_MAX[dtype])
-    scale_of_tiles = scale[:, None, :, None]
-    q = quantize(tiles, scale_of_tiles, dtype)
-    value = dequantize(q, scale_of_tiles)
-    q, value = q.view(padded.shape), value.view(padded.shape)
-    return q[:rows, :columns], scale, value[:rows, :columns]
+def _prepare_module(module, recipe, group):
+    """Create, resize and register the FP8 state of a module that runs in a region."""
+    module.init_fp8_meta_tensors(recipe)
+    if recipe.delayed():
+        key = _region_key(recipe, group)
+        _fp8.regions[key] = _Region(True, recipe, group)
+        for direction, state in module._scaling_states().items():
+            state.register(direction == "scaling_fwd", key)
 
 
-def _quantize_rowwise_and_columnwise(x, recipe, dtype, weight=False):
-    """Quantize x in blocks and dequantize it, rowwise (blocks within a row) and columnwise. For a weight's
-    128x128 blocks the two are the same."""
-    if recipe.mxfp8():
-        size = 32
-        scale_of = mx_scale
-    else:
-        size = 128
-        scale_of = partial(current_scale, power_of_2=not recipe.use_f32_scales)
-    if weight and not recipe.mxfp8():
-        _, _, value = in_blocks(x, (128, 128), scale_of, dtype)
-        return value, value
-    _, _, rowwise = in_blocks(x, (1, size), scale_of, dtype)
-    _, _, columnwise = in_blocks(x, (size, 1), scale_of, dtype)
-    return rowwise, columnwise
+def _region_key(recipe, group):
+    return f"recipe={recipe},group={id(group) if group is not None else None}"
 
 
-def _refuse_second_derivative():
-    """Raise RuntimeError in a backward pass with create_graph=True, which alone enables gradients in it.
-
-    `once_differentiable` is not enough: torch.autograd.grad skips its error if another path leads to the
-    inputs, and returns the part of the derivative that goes there."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("create_graph=True: te_reference has no second derivatives in FP8 or with tensor "
-                           "parallelism; use autocast(enabled=False)")
-
-
-class _BlockLinear(torch.autograd.Function):
-    """x · wᵀ with block scaling. Blocks run along a GEMM's K dimension, and x, w and dy are each an operand
-    of two GEMMs with different K dimensions. So each is quantized twice (TE's rowwise and columnwise data).
-
-    x: (rows, in); quantized_weight: the pair (rowwise, columnwise), each (out, in).
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, quantized_weight, recipe, grad_dtype):
-        rowwise, columnwise = _quantize_rowwise_and_columnwise(x, recipe, recipe._dtype(forward=True))
-        weight_rowwise, weight_columnwise = quantized_weight
-        ctx.save_for_backward(columnwise, weight_columnwise)
-        ctx.args = (recipe, grad_dtype, x.dtype, weight.dtype)
-        return F.linear(rowwise, weight_rowwise)
-
-    @staticmethod
-    def backward(ctx, grad):
-        _refuse_second_derivative()
-        x, w = ctx.saved_tensors
-        recipe, grad_dtype, x_dtype, w_dtype = ctx.args
-        rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
-        dgrad = (rowwise @ w).to(grad_dtype).to(x_dtype)
-        wgrad = (columnwise.T @ x).to(grad_dtype).to(w_dtype)
-        return dgrad, wgrad, None, None, None
-
-
-def amax_of(x, dim=()):
-    """Return the largest absolute value, () float32, or the largest along `dim`. NaN is ignored, as by CUDA's
-    fmax."""
-    magnitude = x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf)
-    return magnitude.amax(dim).float()
-
-
-def quantize(x, scale, dtype):
-    """Return x · scale, saturated to the format's range (infinity too; NaN stays NaN) and cast to FP8 with
-    round to nearest even."""
-    fp8_max = FP8_MAX[dtype]
-    scaled = x.detach().float() * scale
-    return scaled.clamp(-fp8_max, fp8_max).to(dtype)
-
-
-def dequantize(q, scale):
-    """Return q / scale in float32, computed as q times the float32 reciprocal."""
-    return q.float() * scale.reciprocal()
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Forward: replace x by `value`. Backward: pass the gradient through, rounded to `grad_dtype`, the output
-    precision of TE's GEMM."""
-
-    @staticmethod
-    def forward(ctx, x, value, grad_dtype):
-        ctx.dtypes = (grad_dtype, x.dtype)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):
-        _refuse_second_derivative()
-        grad_dtype, dtype = ctx.dtypes
-        return grad.to(grad_dtype).to(dtype), None, None
-
-
-class _QuantizeGrad(torch.autograd.Function):
-    """Forward: identity. Backward: quantize and dequantize the gradient, then roll backward histories.
-    `roll`: of `_Module._claim_backward_roll`."""
-
-    @staticmethod
-    def forward(ctx, y, recipe, state, index, roll):
-        ctx.args = (recipe, state, index, roll)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        _refuse_second_derivative()
-        recipe, state, index, roll = ctx.args
-        dtype = recipe._dtype(forward=False)
-        scale = _scale_for(grad, recipe, state, index, dtype)
-        grad = dequantize(quantize(grad, scale, dtype), scale)
-        if roll == "all":
-            _roll_histories(forward=False)
-        elif roll == "own":
-            _roll_histories(forward=False, only=state)
-        return grad, None, None, None, None
-
+# ---------------------------------------------------------------- quantization in autograd
 
 def _scale_for(x, recipe, state, index, dtype):
     """Return the scale for x, the tensor before any rounding.
@@ -625,57 +454,91 @@ def _scale_for(x, recipe, state, index, dtype):
     return scale
 
 
-def _sum_over_ranks(x, group):
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
+def _fake_quantize(x, recipe, state, index, forward, measured=None):
+    """Quantize x with a per-tensor recipe and return it dequantized, float32. Delayed scaling has its scale
+    in `state` at `index`. `measured`: the tensor whose amax TE takes, x before it was rounded; None: x."""
+    dtype = recipe._dtype(forward)
+    scale = _scale_for(x if measured is None else measured, recipe, state, index, dtype)
+    return dequantize(quantize(x, scale, dtype), scale)
 
 
-class _RowParallelOutput(torch.autograd.Function):
-    """Forward: sum y over the ranks, each of which has a part of the K dimension. Backward: identity."""
+class _StraightThrough(torch.autograd.Function):
+    """Forward: replace x by `value`. Backward: pass the gradient through, rounded to `grad_dtype`, the output
+    precision of TE's GEMM."""
 
     @staticmethod
-    def forward(ctx, y, group):
-        return _sum_over_ranks(y, group)
+    def forward(ctx, x, value, grad_dtype):
+        ctx.dtypes = (grad_dtype, x.dtype)
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx, grad):
         _refuse_second_derivative()
+        grad_dtype, dtype = ctx.dtypes
+        return grad.to(grad_dtype).to(dtype), None, None
+
+
+class _QuantizeGrad(torch.autograd.Function):
+    """Forward: identity. Backward: quantize and dequantize the gradient."""
+
+    @staticmethod
+    def forward(ctx, y, recipe, state, index):
+        ctx.args = (recipe, state, index)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _refuse_second_derivative()
+        recipe, state, index = ctx.args
+        return _fake_quantize(grad, recipe, state, index, forward=False), None, None, None
+
+
+class _RollInBackward(torch.autograd.Function):
+    """Forward: identity. Backward: roll the backward histories, all of them, or those of one `state`."""
+
+    @staticmethod
+    def forward(ctx, y, state):
+        ctx.state = state
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.state is None:
+            _roll_all_histories(forward=False)
+        else:
+            _roll_histories([ctx.state], ctx.state.key, forward=False)
         return grad, None
 
 
-class _ColumnParallelInput(torch.autograd.Function):
-    """Forward: identity. Backward: sum dgrad over the ranks in `dtype`, the output precision of its GEMM."""
-
-    @staticmethod
-    def forward(ctx, x, group, dtype):
-        ctx.args = (group, dtype)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        _refuse_second_derivative()
-        group, dtype = ctx.args
-        return _sum_over_ranks(grad.to(dtype), group).to(grad.dtype), None, None
-
-
-def _round(x, dtype, grad_dtype):
+def _round(x, dtype, grad_dtype=torch.float32):
     """Round x to `dtype` but keep it in float32; round its gradient to `grad_dtype`."""
     return _StraightThrough.apply(x, x.detach().to(dtype).float(), grad_dtype)
 
 
-# ------------------------------------------------------------------------------
-# Modules
+def _refuse_second_derivative():
+    """Raise RuntimeError in a backward pass with create_graph=True, which alone enables gradients in it.
+
+    `once_differentiable` is not enough: torch.autograd.grad skips its error if another path leads to the
+    inputs, and returns the part of the derivative that goes there."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("create_graph=True: te_reference has no second derivatives in FP8 or with tensor "
+                           "parallelism; use autocast(enabled=False)")
 
 
-# Arguments of TE's modules that this file does not support, with TE's defaults, which are accepted. Where a
-# constructor names one of them, as the linear modules do for tensor parallelism, it is supported.
-_PARALLEL = dict(
-    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, parallel_mode=None,
-    set_parallel_mode=False, get_rng_state_tracker=None, rng_tracker_name=None, parameters_split=None,
-    ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False,
-    ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None,
-)
+# ---------------------------------------------------------------- what the modules share
+
+def _check_options(name, options):
+    """Raise TypeError for an argument that TE does not have, ValueError for one that has no effect here."""
+    defaults = _NOT_EMULATED[name]
+    for option, value in options.items():
+        if option not in defaults:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        default = defaults[option]
+        if default is _ANY:
+            continue
+        if isinstance(value, torch.Tensor) or value != default:
+            raise ValueError(f"{name}({option}={_shown(value)}): te_reference supports {default!r} only; use "
+                             "Transformer Engine")
 
 
 def _shown(value):
@@ -687,22 +550,9 @@ def _shown(value):
     return repr(value)
 
 
-def _check_options(name, options, defaults):
-    """Raise TypeError for an argument that TE does not have, ValueError for one that has no effect here."""
-    for option, value in options.items():
-        if option not in defaults:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-        if isinstance(value, torch.Tensor) or value != defaults[option]:
-            raise ValueError(f"{name}({option}={_shown(value)}): te_reference supports {defaults[option]!r} "
-                             "only; use Transformer Engine")
-
-
-def _default_device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _factory(dtype, device):
-    return dict(dtype=dtype or torch.get_default_dtype(), device=device or _default_device())
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    return dict(dtype=dtype or torch.get_default_dtype(), device=device or default_device)
 
 
 _normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)  # TE's default
@@ -715,32 +565,12 @@ class _Module(nn.Module):
         super().__init__()
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
-        self.primary_weights_in_fp8 = _fp8.weights_in_fp8
-        self._set_parallel(None, 1, column=False, row=False)
-        _fp8.early_states[self] = {}
-
-    # -- tensor parallelism: each rank has a part of every weight
-
-    def _set_parallel(self, tp_group, tp_size, column, row):
-        """Split the output features of the first GEMM (`column`), the input features of the last (`row`)."""
-        self.tp_group = tp_group
-        self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
-        self.column_parallel = column
-        self.row_parallel = row
+        self.primary_weights_in_fp8 = _fp8.init_recipe is not None
+        self._parallel = _TensorParallel()  # not split
+        _early_states[self] = {}
 
     def set_tensor_parallel_group(self, tp_group):
-        self.tp_group = tp_group
-
-    def _per_rank(self, features, is_split=True):
-        if not is_split:
-            return features
-        if features % self.tp_size:
-            raise ValueError(f"{features} features: not divisible by tp_size={self.tp_size}")
-        return features // self.tp_size
-
-    def _column_input(self, x, dtype):
-        is_split = self.column_parallel and self.tp_size > 1
-        return _ColumnParallelInput.apply(x, self.tp_group, dtype) if is_split else x
+        self._parallel.group = tp_group
 
     # -- parameters
 
@@ -752,14 +582,7 @@ class _Module(nn.Module):
         with torch.no_grad():
             init_method(weight)
         if self.primary_weights_in_fp8:
-            self.init_fp8_meta_tensors(_fp8.init_recipe)
-            if _fp8.keep_init_value:
-                value = weight.detach().cpu().clone()
-                weight.get_high_precision_init_val = lambda: value
-                weight.clear_high_precision_init_val = lambda: None
-            weight.fp8_owner = (weakref.ref(self), gemm)
-            with torch.no_grad():
-                weight.copy_(_fp8_parameter_value(weight, weight))
+            _store_in_fp8(self, gemm, weight)
 
     def _add_bias(self, name, features, factory):
         """Register the bias (features,). Without a bias the attribute is an empty tensor, as in TE."""
@@ -774,29 +597,6 @@ class _Module(nn.Module):
             return [self.fc1_weight, self.fc2_weight]
         return [self.weight]
 
-    def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
-        super().__setstate__(state)
-        _fp8.early_states[self] = {}
-        if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
-            for gemm, weight in enumerate(self._weights()):
-                weight.fp8_owner = (weakref.ref(self), gemm)
-
-    def _add_norm(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
-        self.eps = eps
-        self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
-        gamma = torch.zeros if zero_centered_gamma else torch.ones
-        self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
-        if normalization == "LayerNorm":
-            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(size, **factory)))
-        elif prefix:  # TE's fused modules always have the attribute
-            setattr(self, f"{prefix}bias", None)
-
-    def _normalize(self, x, gamma, beta):
-        return _normalize(x, gamma, beta, self.eps, self.normalization, self.zero_centered_gamma)
-
     # -- FP8 state
 
     def init_fp8_meta_tensors(self, recipe):
@@ -810,8 +610,8 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _fp8.early_states[self]
-            _fp8.early_states[self] = {}
+            meta |= _early_states[self]  # made by torch.compile, see at the end
+            _early_states[self] = {}
             self._add_missing_states(recipe, meta)
         else:
             meta.pop("scaling_fwd", None)
@@ -829,13 +629,9 @@ class _Module(nn.Module):
         return next(self.parameters()).device
 
     def _scaling_states(self):
-        """Return {direction: _ScalingState}, also before the first pass."""
-        states = self.fp8_meta | _fp8.early_states.get(self, {})
+        """Return {direction: _ScalingState}."""
+        states = self.fp8_meta | _early_states.get(self, {})
         return {name: states[name] for name in ("scaling_fwd", "scaling_bwd") if name in states}
-
-    def _register(self, key, runs):
-        for direction, state in self._scaling_states().items():
-            state.register(direction == "scaling_fwd", key, runs)
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         super()._apply(fn, recurse)
@@ -844,18 +640,21 @@ class _Module(nn.Module):
             state.amax_history = state.amax_history.to(self._device())
         return self
 
+    def _delayed(self):
+        return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
+
+    # -- a forward pass
+
     def _begin(self, x):
         """Prepare the FP8 state for a forward pass and return the dtype of the activations."""
-        if self.tp_size > 1 and self.tp_group is None:
-            raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
-                               "before forward pass when tp_size > 1.")
-        if _fp8.enabled:  # first: torch.compile must not have seen what this changes
-            if torch.compiler.is_compiling():
-                _fp8.recipe._prepare_traced(id(self), _fp8.group)
-            else:
-                _prepare_module(self, _fp8.recipe, _fp8.group, is_traced=False)
-        if not torch.compiler.is_compiling():
-            self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
+        self._parallel.check()
+        if torch.compiler.is_compiling():
+            if _fp8.enabled:
+                _fp8.region.recipe._prepare_while_tracing(id(self), _fp8.region.group)
+        else:
+            if _fp8.enabled:
+                _prepare_module(self, _fp8.region.recipe, _fp8.region.group)
+            self.fp8_meta["fp8_checkpoint"] = _fp8.enabled  # TE's name for: the last pass ran in FP8
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
         for name, parameter in self.named_parameters():
@@ -864,72 +663,35 @@ class _Module(nn.Module):
                                 f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}")
         return x.dtype
 
-    def _delayed(self):
-        return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
-
-    def _claim_backward_roll(self, x):
-        """Let the first module of a region that has a backward pass roll all backward histories in it. Return
-        what this module's backward pass rolls: "all", or None after the first.
-
-        Under torch.compile, which permits no assignment in a checkpointed function, each rolls its "own".
-        """
-        is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
-        if not (_fp8.first_module and torch.is_grad_enabled() and is_trained):
-            return None
-        if _fp8.checkpoint_phase == "compiled":
-            return "own"
-        _fp8.first_module = False  # the claim
-        return "all"
-
-    # -- GEMMs
-
     def _fp8_weight(self, gemm, weight, is_first_microbatch):
-        """Quantize a weight and dequantize it: rowwise and columnwise, both (out, in) float32.
+        """Quantize a weight and dequantize it: a sequence of one (out, in) float32 for per-tensor scaling, of
+        two for block scaling, rowwise and columnwise.
 
         `is_first_microbatch`: None computes it, True computes and caches it, False reads the cache.
         """
         if is_first_microbatch is False and gemm in self._fp8_workspaces:
             return self._fp8_workspaces[gemm]
         value = self._quantize_weight(gemm, weight)
-        if is_first_microbatch is None:
-            return value
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _cache_while_tracing(self, gemm, value, is_first_microbatch)
+        elif is_first_microbatch is not None:
             self._fp8_workspaces[gemm] = value
-        elif is_first_microbatch:
-            self._allocate_workspaces()
-            for kept, new in zip(self._fp8_workspaces[gemm], value):
-                kept.copy_(new)
         return value
 
-    @torch.compiler.assume_constant_result
-    def _allocate_workspaces(self):
-        """Create the cache of FP8 weights, which a graph of torch.compile can only write to.
-
-        Each is one tensor: (1, out, in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
-        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
-        for gemm, weight in enumerate(self._weights()):
-            if gemm not in self._fp8_workspaces:
-                self._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
-                torch._dynamo.mark_static_address(self._fp8_workspaces[gemm])
-
     def _quantize_weight(self, gemm, weight):
-        """Compute what `_fp8_weight` returns. Per-tensor scaling: both are the same."""
+        """Compute what `_fp8_weight` returns."""
         recipe = self.fp8_meta["recipe"]
-        fp8_dtype = recipe._dtype(forward=True)
-        if not recipe.float8_per_tensor_scaling():
-            return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
-        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), 3 * gemm + 1, fp8_dtype)
-        value = dequantize(quantize(weight, scale, fp8_dtype), scale)
-        return value, value
+        if recipe.float8_per_tensor_scaling():
+            state = self.fp8_meta.get("scaling_fwd")
+            value = _fake_quantize(weight, recipe, state, 3 * gemm + 1, forward=True)
+            return (value,)
+        return _quantize_rowwise_and_columnwise(weight, recipe, recipe._dtype(forward=True), weight=True)
 
     def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
         """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
-        `dtype`. `gemm` counts the module's linear layers. `measured`: the tensor whose amax TE records,
-        x before it is rounded; None: x.
-        """
+        `dtype`. `gemm` counts the module's linear layers. `measured`: see `_fake_quantize`."""
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
-        roll = self._claim_backward_roll(x) if gemm == 0 else None
         if not recipe.float8_per_tensor_scaling():
             w = self._fp8_weight(gemm, weight, is_first_microbatch)
             y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
@@ -937,33 +699,40 @@ class _Module(nn.Module):
         if hasattr(weight, "fp8_owner"):
             w = weight.detach().float()
         else:
-            w = self._fp8_weight(gemm, weight, is_first_microbatch)[0]  # both are the same
+            (w,) = self._fp8_weight(gemm, weight, is_first_microbatch)
         w = _StraightThrough.apply(weight, w, dtype)
         # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
         forward_state = self.fp8_meta.get("scaling_fwd")
         backward_state = self.fp8_meta.get("scaling_bwd")
-        fp8_dtype = recipe._dtype(forward=True)
-        measured = x if measured is None else measured
-        scale = _scale_for(measured, recipe, forward_state, 3 * gemm, fp8_dtype)
-        x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
-        return _QuantizeGrad.apply(F.linear(x, w), recipe, backward_state, 2 * gemm, roll)
+        x_value = _fake_quantize(x, recipe, forward_state, 3 * gemm, forward=True, measured=measured)
+        x = _StraightThrough.apply(x, x_value, dtype)
+        y = F.linear(x, w)
+        if gemm == 0:
+            y = self._roll_in_backward(y)  # stands before _QuantizeGrad, so in the backward pass it is after
+        return _QuantizeGrad.apply(y, recipe, backward_state, 2 * gemm)
+
+    def _roll_in_backward(self, y):
+        """Let the first module of a region that has a backward pass roll all backward histories in it."""
+        if not (_fp8.needs_backward_roll and y.requires_grad):
+            return y
+        if _fp8.checkpoint_phase == "compiled":  # permits no assignment: each module rolls its own histories
+            state = self.fp8_meta.get("scaling_bwd")
+            return y if state is None else _RollInBackward.apply(y, state)
+        _fp8.needs_backward_roll = False
+        return _RollInBackward.apply(y, None)
 
     def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, measured=None):
-        """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`. Row-parallel: sum over the
-        ranks, then add the bias."""
+        """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`."""
         if not self.use_bias or self.return_bias:
             bias = None
-        fused_bias = None if self.row_parallel else bias
+        # Row-parallel: the bias is added after the sum over the ranks
+        gemm_bias = None if self._parallel.is_row else bias
         if _fp8.enabled:
             y = self._fp8_gemms(gemm, x, weight, dtype, is_first_microbatch, measured)
-            y = _add_bias_of_fp8_gemm(y, fused_bias, dtype).to(dtype)
+            y = _add_bias_of_fp8_gemm(y, gemm_bias, dtype).to(dtype)
         else:
-            y = _plain_linear(x, weight, fused_bias, dtype)
-        if self.row_parallel and self.tp_size > 1:
-            y = _RowParallelOutput.apply(y, self.tp_group)
-        if self.row_parallel and bias is not None:
-            y = y + bias.to(dtype)
-        return y
+            y = _plain_linear(x, weight, gemm_bias, dtype)
+        return self._parallel.finish_output(y, bias)
 
     # -- state dict: TE's keys. TE pickles `fp8_meta` here, but loads no such pickle; the model files save it
 
@@ -972,6 +741,17 @@ class _Module(nn.Module):
 
     def set_extra_state(self, state):
         pass
+
+    def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
+        super().__setstate__(state)
+        _early_states[self] = {}
+        if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
+            for gemm, weight in enumerate(self._weights()):
+                weight.fp8_owner = (weakref.ref(self), gemm)
+
+    @torch.compiler.assume_constant_result
+    def _allocate_while_tracing(self):  # a method: see torch.compile, at the end
+        _allocate_workspaces(self)
 
 
 def _check_fp8_shapes(x, weight, recipe):
@@ -999,21 +779,88 @@ def _add_bias_of_fp8_gemm(y, bias, dtype):
     if bias is None:
         return y
     if dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
-        bias = _round(bias, torch.bfloat16, torch.float32)
+        bias = _round(bias, torch.bfloat16)
     return y + bias.float()
-
-
-def _fp8_parameter_value(parameter, master):
-    """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
-    of an FP8 parameter after an update."""
-    owner, gemm = parameter.fp8_owner
-    rowwise, _ = owner()._quantize_weight(gemm, master)
-    return rowwise
 
 
 def _plain_linear(x, weight, bias, dtype):
     bias = None if bias is None else bias.to(dtype)
     return F.linear(x.to(dtype), weight.to(dtype), bias)
+
+
+def _no_torch_autocast(x):
+    is_enabled = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_enabled else nullcontext()
+
+
+# ---------------------------------------------------------------- linear layers and norms
+
+class Linear(_Module):
+    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias`, return y without the
+    bias, and the bias. `parallel_mode="column"` splits out_features over the ranks of `tp_group`, "row"
+    splits in_features."""
+
+    def __init__(self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
+                 return_bias=False, params_dtype=None, parallel_mode=None, device=None, **options):
+        super().__init__(num_gemms=1)
+        _check_options("Linear", options)
+        if parallel_mode not in ("column", "row", None):
+            raise ValueError(f"Linear(parallel_mode={parallel_mode!r}): use 'column', 'row' or None")
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self._parallel = _TensorParallel(
+            tp_group, tp_size, is_column=parallel_mode == "column", is_row=parallel_mode == "row")
+        self.in_features = self._parallel.per_rank(in_features, self._parallel.is_row)
+        self.out_features = self._parallel.per_rank(out_features, self._parallel.is_column)
+        factory = _factory(params_dtype, device)
+        self._add_weight("weight", self.out_features, self.in_features, init_method, factory)
+        self._add_bias("bias", self.out_features, factory)
+
+    def forward(self, inp, is_first_microbatch=None):
+        dtype = self._begin(inp)
+        with _no_torch_autocast(inp):
+            x = self._parallel.start_input(inp, dtype)
+            y = self._last_gemm(0, x, self.weight, self.bias, dtype, is_first_microbatch)
+        return (y, self.bias.to(dtype)) if self.return_bias else y
+
+
+class _NormModule(_Module):
+    """Base of the modules that have a norm, or begin with one."""
+
+    def _add_norm(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        gamma = torch.zeros if zero_centered_gamma else torch.ones
+        self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
+        if normalization == "LayerNorm":
+            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(size, **factory)))
+        elif prefix:  # TE's fused modules always have the attribute
+            setattr(self, f"{prefix}bias", None)
+
+    def _normalize(self, x, gamma, beta):
+        return _normalize(x, gamma, beta, self.eps, self.normalization, self.zero_centered_gamma)
+
+    def _norm(self, x, dtype):
+        """Return the output of the norm that a module begins with in `dtype`, or unrounded in float32 where
+        TE's norm kernel writes FP8 directly (delayed scaling)."""
+        x = x.to(dtype)
+        if _fp8.enabled or self.zero_centered_gamma:
+            x = x.float()
+        y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
+        writes_fp8 = _fp8.enabled and self._delayed() and not self.return_layernorm_output
+        return y if writes_fp8 else y.to(dtype)
+
+    def _outputs(self, y, bias, normed, dtype):
+        """Return y, or a tuple with what else was asked for."""
+        out = [y]
+        if self.return_bias:
+            out.append(bias.to(dtype))
+        if self.return_layernorm_output:
+            out.append(normed.to(dtype))
+        return out[0] if len(out) == 1 else tuple(out)
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
@@ -1026,12 +873,7 @@ def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
     return F.layer_norm(x, x.shape[-1:], gamma, beta.to(x.dtype), eps)
 
 
-def _no_torch_autocast(x):
-    is_enabled = torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if is_enabled else nullcontext()
-
-
-class LayerNorm(_Module):
+class LayerNorm(_NormModule):
     """LayerNorm: (…, size) -> (…, size). Parameters `weight` and `bias`."""
 
     normalization = "LayerNorm"
@@ -1040,7 +882,7 @@ class LayerNorm(_Module):
                  zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options):
         super().__init__()
         options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
-        _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
+        _check_options(type(self).__name__, options)
         factory = _factory(dtype or params_dtype, device)
         self._add_norm("", normalized_shape, eps, self.normalization, zero_centered_gamma, factory)
 
@@ -1055,57 +897,25 @@ class RMSNorm(LayerNorm):
     normalization = "RMSNorm"
 
 
-class Linear(_Module):
-    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias`, return y without the
-    bias, and the bias. `parallel_mode="column"` splits out_features over the ranks of `tp_group`, "row"
-    splits in_features."""
-
-    NOT_EMULATED = _PARALLEL | dict(save_original_input=False)
-
-    def __init__(self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
-                 return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options):
-        super().__init__(num_gemms=1)
-        _check_options("Linear", options, self.NOT_EMULATED)
-        if parallel_mode not in ("column", "row", None):
-            raise ValueError(f"Linear(parallel_mode={parallel_mode!r}): use 'column', 'row' or None")
-        self.use_bias = bias
-        self.return_bias = return_bias
-        self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=parallel_mode == "row")
-        self.in_features = self._per_rank(in_features, self.row_parallel)
-        self.out_features = self._per_rank(out_features, self.column_parallel)
-        factory = _factory(params_dtype, device)
-        self._add_weight("weight", self.out_features, self.in_features, init_method, factory)
-        self._add_bias("bias", self.out_features, factory)
-
-    def forward(self, inp, is_first_microbatch=None):
-        dtype = self._begin(inp)
-        with _no_torch_autocast(inp):
-            x = self._column_input(inp, dtype)
-            y = self._last_gemm(0, x, self.weight, self.bias, dtype, is_first_microbatch)
-        return (y, self.bias.to(dtype)) if self.return_bias else y
-
-
-class LayerNormLinear(_Module):
+class LayerNormLinear(_NormModule):
     """Norm, then linear: (…, in_features) -> (…, out_features). With `return_bias` or
     `return_layernorm_output`, return the bias or the norm's output as well. No `parallel_mode="row"`."""
-
-    NOT_EMULATED = _PARALLEL | dict(return_layernorm_output_gathered=False)
 
     def __init__(self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None,
                  bias=True, normalization="LayerNorm", return_bias=False, params_dtype=None,
                  parallel_mode=None, return_layernorm_output=False, zero_centered_gamma=False, device=None,
-                 name=None, **options):
+                 **options):
         super().__init__(num_gemms=1)
-        _check_options("LayerNormLinear", options, self.NOT_EMULATED)
+        _check_options("LayerNormLinear", options)
         if parallel_mode not in ("column", None):
             raise ValueError(f"LayerNormLinear(parallel_mode={parallel_mode!r}): use 'column' or None")
         self.use_bias = bias
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
-        factory = _factory(params_dtype, device)
-        self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=False)
+        self._parallel = _TensorParallel(tp_group, tp_size, is_column=parallel_mode == "column")
         self.in_features = in_features
-        self.out_features = self._per_rank(out_features, self.column_parallel)
+        self.out_features = self._parallel.per_rank(out_features, self._parallel.is_column)
+        factory = _factory(params_dtype, device)
         self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         self._add_weight("weight", self.out_features, in_features, init_method, factory)
         self._add_bias("bias", self.out_features, factory)
@@ -1114,28 +924,10 @@ class LayerNormLinear(_Module):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            x = self._column_input(normed, dtype)
+            x = self._parallel.start_input(normed, dtype)
             bias = self.bias  # read once: _SplitQKV concatenates it
             y = self._last_gemm(0, x, self.weight, bias, dtype, is_first_microbatch)
         return self._outputs(y, bias, normed, dtype)
-
-    def _outputs(self, y, bias, normed, dtype):
-        out = [y]
-        if self.return_bias:
-            out.append(bias.to(dtype))
-        if self.return_layernorm_output:
-            out.append(normed.to(dtype))
-        return out[0] if len(out) == 1 else tuple(out)
-
-    def _norm(self, x, dtype):
-        """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
-        directly (delayed scaling)."""
-        x = x.to(dtype)
-        if _fp8.enabled or self.zero_centered_gamma:
-            x = x.float()
-        y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
-        straight_to_fp8 = _fp8.enabled and self._delayed() and not self.return_layernorm_output
-        return y if straight_to_fp8 else y.to(dtype)
 
 
 def _gated(activation):
@@ -1159,30 +951,27 @@ ACTIVATIONS = {
 }
 
 
-class LayerNormMLP(LayerNormLinear):
+class LayerNormMLP(_NormModule):
     """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (geglu,
     swiglu …) `fc1_weight` has 2·ffn_hidden_size rows: first the gate, which is activated, then the values.
     `set_parallel_mode` splits ffn_hidden_size over the ranks of `tp_group`: fc1 by column, fc2 by row."""
 
-    NOT_EMULATED = _PARALLEL | dict(
-        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False)
-
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
                  init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
                  output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
-                 set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
-                 micro_batch_size=None, **options):
-        _Module.__init__(self, num_gemms=2)  # LayerNormLinear's would add its one weight
-        _check_options("LayerNormMLP", options, self.NOT_EMULATED)
+                 set_parallel_mode=False, zero_centered_gamma=False, device=None, **options):
+        super().__init__(num_gemms=2)
+        _check_options("LayerNormMLP", options)
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}")
         self.use_bias = bias
         self.return_bias = return_bias
-        self.activation = activation
         self.return_layernorm_output = return_layernorm_output
-        self._set_parallel(tp_group, tp_size, column=set_parallel_mode, row=set_parallel_mode)
-        width = self._per_rank(ffn_hidden_size)
+        self.activation = activation
+        self._parallel = _TensorParallel(
+            tp_group, tp_size, is_column=set_parallel_mode, is_row=set_parallel_mode)
+        width = self._parallel.per_rank(ffn_hidden_size, set_parallel_mode)
         fc1_features = width * (2 if activation.endswith("glu") else 1)
         factory = _factory(params_dtype, device)
         self._add_norm("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
@@ -1193,26 +982,37 @@ class LayerNormMLP(LayerNormLinear):
 
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
-        fc1_bias = self.fc1_bias if self.use_bias else None
-        activation = ACTIVATIONS[self.activation]
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            x = self._column_input(normed, dtype)
+            x = self._parallel.start_input(normed, dtype)
             if _fp8.enabled:
-                h = self._fp8_gemms(0, x, self.fc1_weight, dtype, is_first_microbatch)
-                h = _add_bias_of_fp8_gemm(h, fc1_bias, dtype)
-                # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
-                # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
-                fused_backward = self._delayed() and not self.activation.endswith("glu")
-                unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
-                h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
+                activated, h = self._fp8_fc1(x, dtype, is_first_microbatch)
             else:
-                unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
-                h = unrounded
+                h = _plain_linear(x, self.fc1_weight, self.fc1_bias if self.use_bias else None, dtype)
+                activated = h = ACTIVATIONS[self.activation](h)
             y = self._last_gemm(
-                1, h, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch, measured=unrounded)
+                1, h, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch, measured=activated)
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
+    def _fp8_fc1(self, x, dtype, is_first_microbatch):
+        """Run fc1 and the activation: (…, hidden_size) -> (…, ffn_hidden_size), float32. Return the output of
+        the activation and the input of fc2.
+
+        TE's kernels round to `dtype` what they pass on. But with delayed scaling activation kernels write
+        FP8, and so do the backward kernels of ungated activations.
+        """
+        h = self._fp8_gemms(0, x, self.fc1_weight, dtype, is_first_microbatch)
+        h = _add_bias_of_fp8_gemm(h, self.fc1_bias if self.use_bias else None, dtype)
+        forward_writes_fp8 = self._delayed()
+        backward_writes_fp8 = self._delayed() and not self.activation.endswith("glu")
+        h = _round(h, dtype, torch.float32 if backward_writes_fp8 else dtype)
+        activated = ACTIVATIONS[self.activation](h)
+        if forward_writes_fp8:
+            return activated, activated
+        return activated, _round(activated, dtype)
+
+
+# ---------------------------------------------------------------- attention
 
 def _mask_type(name):
     """Return TE's canonical name of a mask type, of which "causal,padding" is one, too."""
@@ -1239,9 +1039,8 @@ def _window(mask_type, window_size):
 
 
 def _keys_in_reach(queries, keys, window, bottom_right, device):
-    """Return which keys each query may attend to by its window, (queries, keys) bool.
-
-    Its own key has the same position, counted from the end if `bottom_right`."""
+    """Return which keys each query may attend to by its window, (queries, keys) bool. The window lies around
+    the key at the query's position, which counts from the end if `bottom_right`."""
     left, right = window
     own = torch.arange(queries, device=device)
     if bottom_right:
@@ -1290,22 +1089,11 @@ class DotProductAttention(_Module):
     the same position; with no_mask and causal_bottom_right counted from the end.
     """
 
-    NOT_EMULATED = _PARALLEL | dict(
-        bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None, cp_global_ranks=None,
-        cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla", return_max_logit=False)
-    NOT_EMULATED_IN_FORWARD = dict(
-        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
-        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
-        inference_params=None, pad_between_seqs=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
-        fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
-        score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
-        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto")
-
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", attn_mask_type="causal", window_size=None, *, softmax_scale=None,
-                 layer_number=None, name=None, **options):
+                 **options):
         super().__init__()
-        _check_options("DotProductAttention", options, self.NOT_EMULATED)
+        _check_options("DotProductAttention", options)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.attention_dropout = attention_dropout
@@ -1317,25 +1105,24 @@ class DotProductAttention(_Module):
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, *,
                 cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
                 attn_mask_type=None, window_size=None, **options):
-        _check_options("DotProductAttention.forward", options, self.NOT_EMULATED_IN_FORWARD)
+        _check_options("DotProductAttention.forward", options)
         qkv_format = qkv_format or self.qkv_format
         mask_type = _mask_type(attn_mask_type or self.attn_mask_type)
         self._check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv)
         window = _window(mask_type, self.window_size if window_size is None else window_size)
         if qkv_format == "thd":
             return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
-        to_bhsd = (0, 2, 1, 3)  # from bshd
-        from_bhsd = (0, 2, 1, 3)
+        q, k, v = query_layer, key_layer, value_layer
         if qkv_format == "sbhd":
-            to_bhsd = (1, 2, 0, 3)
-            from_bhsd = (2, 0, 1, 3)
-        q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (B, S, H, D)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, S, D)
         queries = q.shape[2]
         keys = k.shape[2]
+        # Without padding, fewer queries than keys are the last ones, but under "causal" the first ones
         bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
+        # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
         is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
         is_full = mask_type == "no_mask" and window == (-1, -1)
-        # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
         mask = None
         if not is_causal and not is_full:
             mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
@@ -1343,7 +1130,9 @@ class DotProductAttention(_Module):
             padding = _padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)
             is_token = ~padding[:, None]  # (B, 1, S)
             mask = mask & is_token[:, :, :, None] & is_token[:, :, None, :]
-        out = self._attend(q, k, v, mask, is_causal).permute(from_bhsd)
+        out = self._attend(q, k, v, mask, is_causal).transpose(1, 2)  # (B, S, H, D)
+        if qkv_format == "sbhd":
+            out = out.transpose(0, 1)
         return out.reshape(*out.shape[:2], -1)
 
     @staticmethod
@@ -1391,33 +1180,149 @@ class DotProductAttention(_Module):
         return out if mask is None else out.masked_fill(has_no_key, 0)
 
 
-class _SplitQKV(LayerNormLinear):
-    """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
+# ---------------------------------------------------------------- loss
 
-    def __init__(self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma,
-                 params_dtype, device):
-        if _fp8.weights_in_fp8:
-            raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
-        _Module.__init__(self, num_gemms=1)  # LayerNormLinear's would add its one weight
-        self.use_bias = bias
-        self.return_bias = False
-        self.return_layernorm_output = False
-        factory = _factory(params_dtype, device)
-        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
-        # TE's order of parameters, on which the optimizer state depends: weights first
-        for name, size in zip(("query", "key", "value"), sizes):
-            self._add_weight(f"{name}_weight", size, in_features, init_method, factory)
-        for name, size in zip(("query", "key", "value"), sizes):
-            self._add_bias(f"{name}_bias", size, factory)
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
+                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
+    """Compute cross-entropy in float32. inp: (B, S, V); target: (B, S) int64.
 
-    @property
-    def weight(self):
-        return torch.cat((self.query_weight, self.key_weight, self.value_weight))
+    Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
+    """
+    if dist_process_group is not None:
+        raise ValueError("parallel_cross_entropy(dist_process_group): te_reference does not split the "
+                         "vocabulary over ranks; use Transformer Engine")
+    losses = F.cross_entropy(
+        inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
+        reduction="none")
+    if not reduce_loss:
+        return losses.view(target.shape)
+    counted = (target != ignore_idx).sum().clamp(min=1)
+    return losses.sum() / counted.view(1)
 
-    @property
-    def bias(self):
-        return torch.cat((self.query_bias, self.key_bias, self.value_bias))
 
+# ---------------------------------------------------------------- block scaling and MXFP8
+
+class _BlockLinear(torch.autograd.Function):
+    """x · wᵀ with block scaling. x, w and dy are each an operand of two GEMMs with different K dimensions, so
+    each is quantized twice (TE's rowwise and columnwise data).
+
+    x: (rows, in); quantized_weight: the pair (rowwise, columnwise), each (out, in).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, quantized_weight, recipe, grad_dtype):
+        rowwise, columnwise = _quantize_rowwise_and_columnwise(x, recipe, recipe._dtype(forward=True))
+        weight_rowwise, weight_columnwise = quantized_weight
+        ctx.save_for_backward(columnwise, weight_columnwise)
+        ctx.args = (recipe, grad_dtype, x.dtype, weight.dtype)
+        return F.linear(rowwise, weight_rowwise)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _refuse_second_derivative()
+        x, w = ctx.saved_tensors
+        recipe, grad_dtype, x_dtype, w_dtype = ctx.args
+        rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
+        dgrad = (rowwise @ w).to(grad_dtype).to(x_dtype)
+        wgrad = (columnwise.T @ x).to(grad_dtype).to(w_dtype)
+        return dgrad, wgrad, None, None, None
+
+
+def _quantize_rowwise_and_columnwise(x, recipe, dtype, weight=False):
+    """Quantize x in blocks and dequantize it, rowwise (blocks within a row) and columnwise. For a weight's
+    128x128 blocks the two are the same."""
+    if recipe.mxfp8():
+        size = 32
+        scale_of = mx_scale
+    else:
+        size = 128
+        scale_of = partial(current_scale, power_of_2=not recipe.use_f32_scales)
+    if weight and not recipe.mxfp8():
+        _, _, value = quantize_in_blocks(x, (128, 128), scale_of, dtype)
+        return value, value
+    _, _, rowwise = quantize_in_blocks(x, (1, size), scale_of, dtype)
+    _, _, columnwise = quantize_in_blocks(x, (size, 1), scale_of, dtype)
+    return rowwise, columnwise
+
+
+def quantize_in_blocks(x, block, scale_of, dtype):
+    """Quantize x (rows, columns) with one scale per block of shape `block`; edge blocks may be smaller.
+
+    Returns: FP8 data of x's shape, scales (row blocks, column blocks), and x dequantized to float32.
+    """
+    rows, columns = x.shape
+    block_rows, block_columns = block
+    added_rows, added_columns = -rows % block_rows, -columns % block_columns
+    padded = F.pad(x.detach().float(), (0, added_columns, 0, added_rows))
+    row_blocks = padded.shape[0] // block_rows
+    tiles = padded.view(row_blocks, block_rows, -1, block_columns)
+    scale = scale_of(amax_of(tiles, dim=(1, 3)), FP8_MAX[dtype])
+    scale_of_tiles = scale[:, None, :, None]
+    q = quantize(tiles, scale_of_tiles, dtype)
+    value = dequantize(q, scale_of_tiles)
+    q, value = q.view(padded.shape), value.view(padded.shape)
+    return q[:rows, :columns], scale, value[:rows, :columns]
+
+
+def mx_scale(amax, fp8_max):
+    """Return MXFP8's scale, 2^-e with the smallest e in [-127, 127] (E8M0's range) such that amax / 2^e fits
+    the format."""
+    bits = (amax * (1.0 / fp8_max)).view(torch.int32)
+    exponent = bits >> 23 & 0xFF  # biased: e + 127
+    mantissa = bits & 0x7FFFFF
+    # Round up to a power of two. What is at most 2^-127, the smallest of E8M0, is subnormal in float32.
+    is_smallest = (exponent == 0) & (mantissa <= 0x400000)
+    is_largest = exponent >= 0xFE
+    rounds_up = (mantissa > 0) & ~is_smallest & ~is_largest
+    exponent = torch.where(rounds_up, exponent + 1, exponent).clamp(max=0xFE)
+    return torch.ldexp(torch.ones_like(amax), 127 - exponent)
+
+
+# ---------------------------------------------------------------- gradient checkpointing
+
+@contextmanager
+def _checkpoint_phase(phase, scales, region):
+    outer_phase, outer_scales = _fp8.checkpoint_phase, _fp8.checkpoint_scales
+    _fp8.checkpoint_phase, _fp8.checkpoint_scales = phase, scales
+    try:
+        with region:
+            yield
+    finally:
+        _fp8.checkpoint_phase, _fp8.checkpoint_scales = outer_phase, outer_scales
+
+
+def _checkpoint_contexts():
+    """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
+    region = autocast(enabled=False)
+    if _fp8.open:
+        region = autocast(_fp8.enabled, recipe=_fp8.region.recipe)
+    scales = {}
+    return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
+
+
+def checkpoint(function, *args, use_reentrant=True, **kwargs):
+    """Run `function` without saving activations and recompute it in the backward pass.
+
+    The recomputation quantizes with the scales of the original forward pass and does not change the FP8
+    state. Unlike TE's it is never reentrant, since torch.compile traces no reentrant one.
+    """
+    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
+        kwargs.pop(name, None)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _checkpoint_while_tracing(function, *args, **kwargs)
+    return torch_checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=_checkpoint_contexts, **kwargs)
+
+
+def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):
+    """Return (context for a block's forward pass, function for its output). TE's offload saved tensors to the
+    host; these do nothing."""
+    return nullcontext(), lambda x: x
+
+
+# ---------------------------------------------------------------- TransformerLayer
 
 class TransformerLayer(nn.Module):
     """Pre-norm transformer block: x + attention(x), then x + MLP(x). Input and output: (S, B, hidden_size) in
@@ -1429,23 +1334,14 @@ class TransformerLayer(nn.Module):
     parallel layouts and QK-norm are not emulated.
     """
 
-    NOT_EMULATED = _PARALLEL | dict(
-        apply_residual_connection_post_layernorm=False, output_layernorm=False, parallel_attention_mlp=False,
-        layer_type="encoder", drop_path_rate=0.0, rotary_pos_interleaved=False,
-        bottom_right_diagonal=None, softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6,
-        qk_norm_before_rope=False, softmax_type="vanilla", enc_dec_attn_mask_type="no_mask",
-        enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, ub_tp_comm_overlap=False,
-        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
-
     def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
                  layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
                  output_layer_init_method=None, layer_number=None, kv_channels=None,
                  self_attn_mask_type="causal", window_size=None, *, params_dtype=None, fuse_qkv_params=False,
                  zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True, activation="gelu",
-                 normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None, seq_length=None,
-                 micro_batch_size=None, **options):
+                 normalization="LayerNorm", device=None, attn_input_format="sbhd", **options):
         super().__init__()
-        _check_options("TransformerLayer", options, self.NOT_EMULATED)
+        _check_options("TransformerLayer", options | dict(layer_number=layer_number))
         self.groups = num_gqa_groups or num_attention_heads
         self.head_size = kv_channels or hidden_size // num_attention_heads
         self.heads_per_group = num_attention_heads // self.groups
@@ -1527,83 +1423,77 @@ class TransformerLayer(nn.Module):
             return (residual.float() + y).to(x.dtype)
 
 
-# ------------------------------------------------------------------------------
-# Gradient checkpointing
+class _SplitQKV(_NormModule):
+    """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
 
+    def __init__(self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma,
+                 params_dtype, device):
+        if _fp8.init_recipe is not None:
+            raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
+        super().__init__(num_gemms=1)
+        self.use_bias = bias
+        self.return_bias = False
+        self.return_layernorm_output = False
+        factory = _factory(params_dtype, device)
+        self._add_norm("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        # TE's order of parameters, on which the optimizer state depends: weights first
+        for name, size in zip(("query", "key", "value"), sizes):
+            self._add_weight(f"{name}_weight", size, in_features, init_method, factory)
+        for name, size in zip(("query", "key", "value"), sizes):
+            self._add_bias(f"{name}_bias", size, factory)
+
+    forward = LayerNormLinear.forward
+
+    @property
+    def weight(self):
+        return torch.cat((self.query_weight, self.key_weight, self.value_weight))
+
+    @property
+    def bias(self):
+        return torch.cat((self.query_bias, self.key_bias, self.value_bias))
+
+
+# ---------------------------------------------------------------- weights stored in FP8
 
 @contextmanager
-def _checkpoint_phase(phase, scales, region):
-    outer_phase, outer_scales = _fp8.checkpoint_phase, _fp8.checkpoint_scales
-    _fp8.checkpoint_phase, _fp8.checkpoint_scales = phase, scales
+def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    """Create the modules inside with FP8 weights and no high-precision copy.
+
+    Here such a parameter is a plain tensor of dequantized FP8 values (exact in float32; rounded again in
+    bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
+    """
+    outer = (_fp8.init_recipe, _fp8.keep_init_value)
+    _fp8.init_recipe = recipe or DelayedScaling() if enabled else None
+    _fp8.keep_init_value = preserve_high_precision_init_val
     try:
-        with region:
-            yield
+        yield
     finally:
-        _fp8.checkpoint_phase, _fp8.checkpoint_scales = outer_phase, outer_scales
+        _fp8.init_recipe, _fp8.keep_init_value = outer
 
 
-def _checkpoint_contexts():
-    """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
-    region = autocast(enabled=False)
-    if _fp8.open:
-        region = autocast(_fp8.enabled, recipe=_fp8.recipe)
-    scales = {}
-    return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
+fp8_model_init = quantized_model_init  # the deprecated name
 
 
-def _save_scales(ctx, op, *args, **kwargs):
-    """Return True, to save and not to recompute it, for the copy of a scale, which changes before the
-    backward pass."""
-    return op is torch.ops.aten.clone.default and args[0].dim() == 0
+def _store_in_fp8(module, gemm, weight):
+    """Make a weight of a module that is being created an FP8 parameter."""
+    module.init_fp8_meta_tensors(_fp8.init_recipe)
+    if _fp8.keep_init_value:
+        value = weight.detach().cpu().clone()
+        weight.get_high_precision_init_val = lambda: value
+        weight.clear_high_precision_init_val = lambda: None
+    weight.fp8_owner = (weakref.ref(module), gemm)
+    with torch.no_grad():
+        weight.copy_(_fp8_parameter_value(weight, weight))
 
 
-def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    """Run `function` without saving activations and recompute it in the backward pass.
-
-    The recomputation quantizes with the scales of the original forward pass and does not change the FP8
-    state. Unlike TE's it is never reentrant, since torch.compile traces no reentrant one.
-    """
-    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
-        kwargs.pop(name, None)
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    contexts = _checkpoint_contexts
-    outer_phase = _fp8.checkpoint_phase
-    if torch.compiler.is_compiling():
-        _fp8.checkpoint_phase = "compiled"
-        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _save_scales)
-    result = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    _fp8.checkpoint_phase = outer_phase
-    return result
+def _fp8_parameter_value(parameter, master):
+    """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
+    of an FP8 parameter after an update."""
+    owner, gemm = parameter.fp8_owner
+    return owner()._quantize_weight(gemm, master)[0]
 
 
-def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):
-    """Return (context for a block's forward pass, function for its output). TE's offload saved tensors to the
-    host; these do nothing."""
-    return nullcontext(), lambda x: x
-
-
-# ------------------------------------------------------------------------------
-# Loss and optimizer
-
-
-def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
-                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
-    """Compute cross-entropy in float32. inp: (B, S, V); target: (B, S) int64.
-
-    Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
-    """
-    if dist_process_group is not None:
-        raise ValueError("parallel_cross_entropy(dist_process_group): te_reference does not split the "
-                         "vocabulary over ranks; use Transformer Engine")
-    losses = F.cross_entropy(
-        inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
-        reduction="none")
-    if not reduce_loss:
-        return losses.view(target.shape)
-    counted = (target != ignore_idx).sum().clamp(min=1)
-    return losses.sum() / counted.view(1)
-
+# ---------------------------------------------------------------- optimizer
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam (AdamW by default), computed in float32, for parameters of any precision.
@@ -1618,20 +1508,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
                  bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
-                 master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
-                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
-                 set_grad_none=None):
+                 exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, set_grad_none=None, **options):
+        _check_options("FusedAdam", options)
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        moment_dtypes = (torch.float32, torch.bfloat16)
-        has_moment_dtypes = exp_avg_dtype in moment_dtypes and exp_avg_sq_dtype in moment_dtypes
-        if master_weight_dtype != torch.float32 or not has_moment_dtypes:
-            raise ValueError(
-                "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
-                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
-        if use_decoupled_grad:
-            raise ValueError("FusedAdam(use_decoupled_grad=True): te_reference reads `grad` only; use "
-                             "Transformer Engine")
+        if not {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}:
+            raise ValueError(f"FusedAdam(exp_avg_dtype={exp_avg_dtype}, exp_avg_sq_dtype={exp_avg_sq_dtype}):"
+                             " te_reference keeps moments in torch.float32 or torch.bfloat16")
         if set_grad_none is not None and not set_grad_none:
             raise ValueError("FusedAdam(set_grad_none=False): use zero_grad(set_to_none=False)")
         defaults = dict(
@@ -1695,13 +1578,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.initialize_state(p)
         state = self.state[p]
         grad = p.grad.float()
-        in_fp8 = hasattr(p, "fp8_owner")
-        w = state.get("master_param")
-        if w is None and in_fp8 and not p.fp8_owner[0]()._delayed():
-            raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
-                               "under this recipe. Use master_weights=True.")
-        if w is None:
-            w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
+        w = self._float32_weight(p)
         if not self.adam_w_mode:
             grad = grad + group["weight_decay"] * w
         # float() returns the state itself unless it is bfloat16
@@ -1715,7 +1592,18 @@ class FusedAdam(torch.optim.Optimizer):
             update.add_(w, alpha=group["weight_decay"])
         w.sub_(update * group["lr"])
         if w is not p:
-            p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
+            p.copy_(_fp8_parameter_value(p, w) if hasattr(p, "fp8_owner") else w)
+
+    def _float32_weight(self, p):
+        """Return the weight to update: the master weight, the parameter itself, or a copy of it."""
+        if "master_param" in self.state[p]:
+            return self.state[p]["master_param"]
+        in_fp8 = hasattr(p, "fp8_owner")
+        if in_fp8 and not p.fp8_owner[0]()._delayed():
+            raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
+                               "under this recipe. Use master_weights=True.")
+        is_exact = p.dtype == torch.float32 and not in_fp8
+        return p if is_exact else p.float().clone()
 
     def state_dict(self):
         state_dict = super().state_dict()
@@ -1745,3 +1633,200 @@ class _Optimizers:
 
 
 optimizers = _Optimizers()
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+class _TensorParallel:
+    """How a module is split over the `size` ranks of a group: `is_column`, the output features of its first
+    GEMM; `is_row`, the input features of its last. By default it is not."""
+
+    def __init__(self, group=None, size=1, is_column=False, is_row=False):
+        self.group = group
+        self.size = size if group is None else dist.get_world_size(group)
+        self.is_column = is_column
+        self.is_row = is_row
+
+    def per_rank(self, features, is_split):
+        if not is_split:
+            return features
+        if features % self.size:
+            raise ValueError(f"{features} features: not divisible by tp_size={self.size}")
+        return features // self.size
+
+    def check(self):
+        if self.size > 1 and self.group is None:
+            raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
+                               "before forward pass when tp_size > 1.")
+
+    def start_input(self, x, dtype):
+        """Return the input of a column-parallel GEMM: x, whose gradient is summed over the ranks."""
+        is_split = self.is_column and self.size > 1
+        return _ColumnParallelInput.apply(x, self.group, dtype) if is_split else x
+
+    def finish_output(self, y, bias):
+        """Sum the output of a row-parallel GEMM over the ranks, then add the bias."""
+        if not self.is_row:
+            return y
+        if self.size > 1:
+            y = _RowParallelOutput.apply(y, self.group)
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class _ColumnParallelInput(torch.autograd.Function):
+    """Forward: identity. Backward: sum dgrad over the ranks in `dtype`, the output precision of its GEMM."""
+
+    @staticmethod
+    def forward(ctx, x, group, dtype):
+        ctx.args = (group, dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _refuse_second_derivative()
+        group, dtype = ctx.args
+        return _sum_over_ranks(grad.to(dtype), group).to(grad.dtype), None, None
+
+
+class _RowParallelOutput(torch.autograd.Function):
+    """Forward: sum y over the ranks, each of which has a part of the K dimension. Backward: identity."""
+
+    @staticmethod
+    def forward(ctx, y, group):
+        return _sum_over_ranks(y, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _refuse_second_derivative()
+        return grad, None
+
+
+def _sum_over_ranks(x, group):
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+# ---------------------------------------------------------------- arguments that are not emulated
+#
+# TE has them, and only TE's default is accepted. Where a constructor names one of them, as the linear modules
+# do for tensor parallelism, it is supported.
+
+_ANY = object()  # instead of a default, where any value is accepted: it changes no result, in TE neither
+
+_PARALLEL = dict(
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, parallel_mode=None,
+    set_parallel_mode=False, get_rng_state_tracker=None, rng_tracker_name=None, parameters_split=None,
+    ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False,
+    ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None,
+)
+_NORM = _PARALLEL | dict(hidden_size=None, sm_margin=0)
+_NOT_EMULATED = {
+    "LayerNorm": _NORM,
+    "RMSNorm": _NORM,
+    "Linear": _PARALLEL | dict(name=_ANY, save_original_input=False),
+    "LayerNormLinear": _PARALLEL | dict(name=_ANY, return_layernorm_output_gathered=False),
+    "LayerNormMLP": _PARALLEL | dict(
+        name=_ANY, seq_length=_ANY, micro_batch_size=_ANY, activation_params=None,
+        return_layernorm_output_gathered=False, checkpoint=False),
+    "DotProductAttention": _PARALLEL | dict(
+        name=_ANY, layer_number=_ANY, bottom_right_diagonal=None, softcap=0.0, attention_type="self",
+        cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla",
+        return_max_logit=False),
+    "DotProductAttention.forward": dict(
+        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+        inference_params=None, pad_between_seqs=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None,
+        score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
+        qkv_interleave_dim=-3, thd_attention_policies=None, thd_attention_policy_dispatch="auto"),
+    "TransformerLayer": _PARALLEL | dict(
+        name=_ANY, layer_number=_ANY, seq_length=_ANY, micro_batch_size=_ANY,
+        apply_residual_connection_post_layernorm=False, output_layernorm=False, parallel_attention_mlp=False,
+        layer_type="encoder", drop_path_rate=0.0, rotary_pos_interleaved=False, bottom_right_diagonal=None,
+        softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False,
+        softmax_type="vanilla", enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None,
+        enc_dec_window_size=None, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
+        ub_bulk_dgrad=True, ub_bulk_wgrad=True),
+    "FusedAdam": dict(
+        master_weight_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=_ANY),
+}
+
+
+# ---------------------------------------------------------------- torch.compile
+#
+# Skip this part if you do not compile.
+#
+# A compiled graph has tensor operations only: it can neither make nor register FP8 state. So this is done
+# while torch.compile traces, by functions that it calls and does not trace. `assume_constant_result` marks
+# them; they are methods, since arguments must be constants, which a module is not.
+#
+# The backward pass of the first module, which rolls the histories of all, is traced before the other modules
+# are. So the states of all are made with the first one's. Until its module runs, such an early state is kept
+# apart from `fp8_meta`, whose entries say that a module has run in FP8.
+
+_early_states = weakref.WeakKeyDictionary()  # every module -> {direction: _ScalingState}
+
+
+def _prepare_modules(module_id, recipe, group):
+    """Prepare the module with this id, which is being traced, and with it all others. A roll changes nothing
+    of those that do not run."""
+    modules = {id(module): module for module in _early_states}
+    traced = modules[module_id]
+    recipe_before = traced.fp8_meta.get("recipe")
+    _prepare_module(traced, recipe, group)
+    if not recipe.delayed():
+        return
+    for module in modules.values():
+        if module.fp8_meta["num_gemms"] == 0:
+            continue
+        own_recipe = module.fp8_meta.get("recipe")
+        if own_recipe is None and module._device() == traced._device():
+            module._add_missing_states(recipe, _early_states[module])
+            _register_early(module, _region_key(recipe, group))
+        elif own_recipe in (recipe, recipe_before):  # of the same model
+            module.init_fp8_meta_tensors(recipe)
+            _register_early(module, _region_key(recipe, group))
+        # CUDA graphs of torch.compile update static inputs only
+        for state in module._scaling_states().values():
+            torch._dynamo.mark_static_address(state.scale)
+            torch._dynamo.mark_static_address(state.amax_history)
+
+
+def _register_early(module, key):
+    for direction, state in module._scaling_states().items():
+        state.register(direction == "scaling_fwd", key, runs=False)
+
+
+def _cache_while_tracing(module, gemm, value, is_first_microbatch):
+    """Write the FP8 weight to the module's cache in the first micro-batch."""
+    if is_first_microbatch:
+        module._allocate_while_tracing()
+        for kept, new in zip(module._fp8_workspaces[gemm], value):
+            kept.copy_(new)
+
+
+def _allocate_workspaces(module):
+    """Create the cache of FP8 weights, which a compiled graph can only write to. Each is one tensor: (1, out,
+    in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
+    count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
+    for gemm, weight in enumerate(module._weights()):
+        if gemm not in module._fp8_workspaces:
+            module._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
+            torch._dynamo.mark_static_address(module._fp8_workspaces[gemm])
+
+
+def _checkpoint_while_tracing(function, *args, **kwargs):
+    """`checkpoint`, whose recomputation is part of the graph."""
+    outer_phase = _fp8.checkpoint_phase
+    _fp8.checkpoint_phase = "compiled"
+    contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _save_scales)
+    result = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    _fp8.checkpoint_phase = outer_phase
+    return result
+
+
+def _save_scales(ctx, op, *args, **kwargs):
+    """Return True, to save and not to recompute it, for the copy of a scale, which changes before the
+    backward pass."""
+    return op is torch.ops.aten.clone.default and args[0].dim() == 0

@@ -133,7 +133,7 @@ def compare_block_scaling(rng, x, fp8, recipe, case):
     def scale_of(amax, fp8_max):
         return ref.current_scale(amax, fp8_max, power_of_2)
 
-    ours, scale, _ = ref.in_blocks(x, block, scale_of, fp8)
+    ours, scale, _ = ref.quantize_in_blocks(x, block, scale_of, fp8)
     # TE transposes columnwise data and 1x128 scales, and pads the last dimension of the scales for its GEMM
     if is_columnwise:
         ours = ours.T

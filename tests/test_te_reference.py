@@ -214,8 +214,10 @@ def test_is_first_microbatch_caches_the_quantized_weight():
     assert y(100, True) == pytest.approx(100)
 
 
-def test_the_module_after_a_frozen_one_rolls_histories():
-    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
+@pytest.mark.parametrize("has_bias", [False, True])  # a bias is trained, but its gradient is not quantized
+def test_the_module_after_a_frozen_one_rolls_histories(has_bias):
+    first, second = linear(diagonal(0.5), has_bias), linear(diagonal(0.5))
+    first.weight.requires_grad_(False)
     with te.autocast(recipe=delayed()):
         y = second(first(diagonal(1.0)))
     y.backward(diagonal(4.0))
@@ -903,18 +905,18 @@ def test_block_scales_are_powers_of_two_that_follow_each_block():
     x[0, 5] = 3.5  # 448/3.5 = 128
     x[0, 200] = -1000.0  # 448/1000 -> 1/4
     x[1, 299] = 0.3  # 448/0.3 = 1493 -> 1024
-    q, scale, value = te.in_blocks(x, (1, 128), power_of_2, E4M3)
+    q, scale, value = te.quantize_in_blocks(x, (1, 128), power_of_2, E4M3)
     assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]
     assert q.shape == value.shape == x.shape
     assert value[0, 5] == 3.5
     assert value[0, 200] == -1024  # 250 -> 256
     assert value[1, 299] == 0.3125  # 307.2 -> 320
-    _, exact, _ = te.in_blocks(x, (1, 128), te.current_scale, E4M3)
+    _, exact, _ = te.quantize_in_blocks(x, (1, 128), te.current_scale, E4M3)
     assert exact[0, 1] == torch.tensor(0.448)
 
     x = torch.zeros(130, 256)
     x[127, 127], x[128, 0], x[0, 128] = 448.0, 224.0, 4480.0
-    _, scale, _ = te.in_blocks(x, (128, 128), power_of_2, E4M3)
+    _, scale, _ = te.quantize_in_blocks(x, (128, 128), power_of_2, E4M3)
     assert scale.tolist() == [[1, 0.0625], [2, 1]]
 
 
@@ -925,7 +927,7 @@ def test_mxfp8_follows_the_ocp_specification():
     # E8M0 represents every scale exactly
     assert torch.equal(inverse.to(torch.float8_e8m0fnu).float(), inverse)
     x = torch.randn(64, 96) * torch.exp(4 * torch.randn(64, 96))
-    q, scale, value = te.in_blocks(x, (1, 32), te.mx_scale, E4M3)
+    q, scale, value = te.quantize_in_blocks(x, (1, 32), te.mx_scale, E4M3)
     blocks = x.view(64, 3, 32)
     assert scale.shape == (64, 3)
     largest = blocks.abs().amax(2) * scale
@@ -949,7 +951,7 @@ def test_each_gemm_has_blocks_along_its_k_dimension(recipe, block):
         shape = (1, block) if along == 1 else (block, 1)
         if block == 128 and t is layer.weight:
             shape = (128, 128)
-        return te.in_blocks(t, shape, scale_of, E4M3)[2]
+        return te.quantize_in_blocks(t, shape, scale_of, E4M3)[2]
 
     torch.testing.assert_close(y, held(x, 1) @ held(layer.weight, 1).T + layer.bias)
     torch.testing.assert_close(inp.grad, held(grad, 1) @ held(layer.weight, 0))
