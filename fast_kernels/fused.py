@@ -234,13 +234,26 @@ def _parameter_gradient(parameter, dy, x):
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return weight_gradient(dy, x, out=torch.empty_like(main_grad))
+        dweight = weight_gradient(dy, x, out=torch.empty_like(main_grad))
+        _add_to_main_grad_later(parameter, dweight)
+        return dweight
     parameter.main_grad_pass = backward_pass
     accumulate = not getattr(parameter, "overwrite_main_grad", False)
     weight_gradient(dy, x, out=main_grad, accumulate=accumulate)
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
+
+
+def _add_to_main_grad_later(parameter, dweight):
+    """Add a gradient to `main_grad` once autograd has its sum, unless that is where autograd has put it. An
+    owner of `main_grad` that takes the sum from `grad` in a hook of its own sets `grad` to None."""
+    def add(parameter):
+        hook.remove()
+        if parameter.grad is not None and parameter.grad.data_ptr() != parameter.main_grad.data_ptr():
+            parameter.main_grad.add_(dweight)
+
+    hook = parameter.register_post_accumulate_grad_hook(add)
 
 
 def first_derivative_only(backward):
