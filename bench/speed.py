@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from bench.measure import LR, Agreement, Timing, attempt, error_text, timed
+from bench.measure import LR, Agreement, Timing, attempt, error_text, measure_arm, timed
 from bench.report import Rows, markdown
 from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config
 from nanote import models, recipes
@@ -61,7 +61,7 @@ def measure_shape(labels, config, arms, timing, rows):
         arms.remove("plain")
         arms.insert(0, "plain")
     for arm in arms:
-        figures, training = attempt(arm, config, timing, plain, agreement)
+        figures, training = attempt(measure_arm, arm, config, timing, plain, agreement)
         if arm == "plain":
             plain = training
         del training  # or its memory would be taken while the next arm is measured
@@ -189,7 +189,7 @@ def run_stack(options, device, argv):
     timing = Timing(device, options.steps)
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
-        figures, _ = attempt(arm, config, timing, agreement=agreement)
+        figures, _ = attempt(measure_arm, arm, config, timing, agreement=agreement)
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
 
 
@@ -223,7 +223,7 @@ def measure_width(width, tokens, device) -> dict:
     row = {}
     for name, suffix in (("eager", "-eager"), ("graph", "")):
         for arm in (f"bf16{suffix}", f"fp8{suffix}"):
-            figures, _ = attempt(arm, config, timing, agreement=agreement)
+            figures, _ = attempt(measure_arm, arm, config, timing, agreement=agreement)
             row[f"{arm}_ms"] = figures.get("ms")
             if "error" in figures:
                 row["error"] = figures["error"]
