@@ -84,6 +84,10 @@ def is_in_two_processes(choice: dict) -> bool:
     return choice.get("layout", "one process") != "one process"
 
 
+def is_slow(choice: dict) -> bool:
+    return is_in_two_processes(choice) and choice.get("compile", False)
+
+
 def train_options(choice: dict) -> dict:
     """Return a choice, or a part of it, by the names of TrainConfig."""
     options = {name: value for name, value in choice.items() if name not in ("layout", "data")}
@@ -164,15 +168,13 @@ def complete_with(missing: list, start: dict, values: dict) -> dict:
         candidates = []
         for value in values[option]:
             candidate = choice | {option: value}
-            is_slow = is_in_two_processes(candidate) and candidate.get("compile", False)
-            if not is_slow or candidate.items() >= STARTS[0].items():
+            if complete(candidate, values) and (is_slow(start) or not is_slow(candidate)):
                 candidates.append(candidate)
 
         def count_new(candidate):
             return sum(dict(pair).items() <= candidate.items() for pair in missing)
 
-        possible = [candidate for candidate in candidates if complete(candidate, values)]
-        choice = max(possible, key=count_new)
+        choice = max(candidates, key=count_new)
     return {option: choice[option] for option in values}
 
 
