@@ -38,7 +38,6 @@ from bench.report import Rows
 from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
 from nanote.command import parse, require_at_least, run_command
-from nanote.config import TrainConfig
 from nanote.models import pick_device
 from nanote.own_model import import_path
 
@@ -113,7 +112,7 @@ def make_arms(names, folder: Path) -> dict[str, Arm]:
     return arms
 
 
-def config_of(arm: Arm, shape: str, mode: str, device) -> TrainConfig:
+def config_of(arm: Arm, shape: str, mode: str, device):
     """Return train.py's options for an arm."""
     config = step.make_config(step.SHAPES[shape] | {"model": arm.model}, device)
     if not arm.is_compiled:

@@ -203,7 +203,8 @@ def speed_to_loss(row: dict, baseline: str, rows: list[dict], final: dict) -> Sp
     tokens; `gap` is how much its loss is above the other arm's, `fall` how much above its own at `nearest`,
     both means over the seeds. Unknown if the loss is not between the two lengths.
     """
-    arm, tokens = row["arm"], row["tokens"]
+    arm = row["arm"]
+    tokens = row["tokens"]
     own = final[arm, tokens]
     if any("switch_step" in record for record in own.values()):  # its seconds are of a part of the run
         return SpeedToLoss()
@@ -309,7 +310,8 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     seconds = 0.0
     last_step = records[0]["step"]
     for record in records:
-        step, speed = record["step"], record["tokens_per_s"]
+        step = record["step"]
+        speed = record["tokens_per_s"]
         if speed <= median / 2:
             speed = median
         seconds += (step - last_step) * TOKENS_PER_STEP / speed

@@ -447,8 +447,8 @@ def emulation():
     found = read("reference_vs_te")
     rows = []
     for field, label in labels.items():
-        compared, mismatched = found[f"compared_{field}"], found[f"mismatched_{field}"]
-        rows.append({"label": label, "number": compared, "differ": mismatched})
+        rows.append({
+            "label": label, "number": found[f"compared_{field}"], "differ": found[f"mismatched_{field}"]})
     return section(
         "te_reference beside Transformer Engine",
         f"{found['cases']} random cases under delayed, current and block scaling.",
