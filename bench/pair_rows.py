@@ -55,15 +55,14 @@ STARTS = (
 class Place:
     """Where a row is trained: for how many steps, and with options for a size that is fast there."""
 
-    name: str
     steps: int
     size: str
 
 
-CPU = Place("cpu", 4, TINY)
+CPU = Place(4, TINY)
 INTERPRETER = Place(  # Triton's, in which a step takes seconds
-    "interpreter", 2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu")
-GPU = Place("gpu", 4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024")
+    2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu")
+GPU = Place(4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024")
 SEQUENCES = 4  # of a step
 TRAINING = "--lr 3e-4 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
 # Rows of model_te_fast for the interpreter. Their other options get the first value that is not refused.
