@@ -32,7 +32,7 @@ import torch
 
 from bench import step
 from bench.edits import edited_file
-from bench.measure import Agreement, Timing, attempt
+from bench.measure import Agreement, Timing, attempt, measure_arm
 from bench.plain_gpt import PlainGPT
 from bench.report import Rows
 from fast_kernels.attention import fa4_forward
@@ -42,7 +42,6 @@ from nanote.models import pick_device
 from nanote.own_model import import_path
 
 EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
-ARMS = ("bf16", "fp8", "graph", "nanochat", "torchao-tensorwise", "torchao-rowwise", *EDITS)
 
 
 class Nanochat(PlainGPT):
@@ -70,9 +69,26 @@ class Rowwise(Tensorwise):
     recipe = "rowwise"
 
 
-CLASSES = {  # of this file, by arm
-    "bf16": "PlainGPT", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
-    "torchao-rowwise": "Rowwise"}
+@dataclass(frozen=True)
+class Arm:
+    """A training step. It takes turns with the arm `baseline`; its row has the speed over it as `ratio`."""
+
+    model: str  # Of train.py.
+    precision: str  # An arm of benchmark_te.py: bf16 or fp8.
+    baseline: str = "bf16"
+    ratio: str = "over_bf16"
+    is_compiled: bool = True
+
+
+OWN_ARMS = {
+    "bf16": Arm(f"{__file__}:PlainGPT", "bf16"),
+    "fp8": Arm("optimized", "fp8"),
+    "graph": Arm("optimized", "fp8", is_compiled=False),
+    "nanochat": Arm(f"{__file__}:Nanochat", "bf16"),
+    "torchao-tensorwise": Arm(f"{__file__}:Tensorwise", "bf16"),
+    "torchao-rowwise": Arm(f"{__file__}:Rowwise", "bf16"),
+}
+ARMS = (*OWN_ARMS, *EDITS)
 
 
 @dataclass
@@ -84,37 +100,41 @@ class Options:
     json: Path | None = None  # Write the rows here; those of other shapes and arms in the file stay.
 
 
-def arm_model(arm: str, folder: Path) -> str:
-    """Return the --model argument of an arm: a name, or FILE:CLASS."""
-    if arm in CLASSES:
-        return f"{Path(__file__)}:{CLASSES[arm]}"
-    if arm in EDITS:
-        return f"{edited_file('compiled', arm, folder)}:OptimizedGPT2Model"
-    return "optimized"
+def make_arms(names, folder: Path) -> dict[str, Arm]:
+    """Return arms by name. Writes the model files of edits to a folder."""
+    arms = {}
+    for name in names:
+        if name in OWN_ARMS:
+            arms[name] = OWN_ARMS[name]
+        else:
+            file = edited_file("compiled", name, folder)
+            arms[name] = Arm(f"{file}:OptimizedGPT2Model", "fp8", baseline="fp8", ratio="ratio")
+    return arms
 
 
-def measure_shape(shape, options, device, rows, folder):
+def config_of(arm: Arm, shape: str, mode: str, device):
+    """Return train.py's options for an arm."""
+    config = step.make_config(step.SHAPES[shape] | {"model": arm.model}, device)
+    if not arm.is_compiled:
+        return config  # in CUDA graphs
+    return dataclasses.replace(
+        config, compile=True, compile_fullgraph=True, compile_mode=mode, cuda_graph="off")
+
+
+def measure_shape(shape, arms, options, device, rows):
     torch._dynamo.reset()
-    config = dataclasses.replace(
-        step.make_config(step.SHAPES[shape], device), compile=True, compile_fullgraph=True, cuda_graph="off",
-        compile_mode=options.mode)
-    timing = Timing(device, options.steps, warmup=4, phases=0, ratio="over_bf16")
-    timing_of_edits = dataclasses.replace(timing, ratio="ratio")
     agreement = Agreement()
     baselines = {}  # {arm: its training}
-    for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):  # each once
-        changed = dataclasses.replace(config, model=arm_model(arm, folder))
-        if arm == "graph":
-            changed = dataclasses.replace(
-                changed, compile=False, compile_fullgraph=False, compile_mode="default", cuda_graph="auto")
-        kind = "bf16" if arm in CLASSES else "fp8"
-        if arm in EDITS:
-            figures, training = attempt(kind, changed, timing_of_edits, baselines.get("fp8"))
-        else:
-            figures, training = attempt(kind, changed, timing, baselines.get("bf16"), agreement)
-        rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode, "fa4": fa4_forward is not None})
-        if arm in ("bf16", "fp8"):
-            baselines[arm] = training
+    for name, arm in arms.items():
+        config = config_of(arm, shape, options.mode, device)
+        timing = Timing(device, options.steps, warmup=4, phases=0, ratio=arm.ratio)
+        figures, training = attempt(
+            measure_arm, arm.precision, config, timing, baselines.get(arm.baseline),
+            None if name in EDITS else agreement)  # an edit may compute something else
+        row = {"shape": shape, "arm": name, "mode": options.mode, "fa4": fa4_forward is not None}
+        rows.add(figures | row)
+        if name in ("bf16", "fp8"):
+            baselines[name] = training
         del training
     baselines.clear()
     step.free()
@@ -129,8 +149,10 @@ def main(argv=None) -> None:
     device = pick_device("auto")
     rows = Rows(options.json, ["shape", "arm", "mode", "fa4"], "bench/compiled.py", argv)
     with tempfile.TemporaryDirectory() as folder:
+        names = dict.fromkeys(("bf16", "fp8", *options.arms))  # each once
+        arms = make_arms(names, Path(folder))
         for shape in options.shapes:
-            measure_shape(shape, options, device, rows, Path(folder))
+            measure_shape(shape, arms, options, device, rows)
 
 
 if __name__ == "__main__":

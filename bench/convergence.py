@@ -199,10 +199,12 @@ class SpeedToLoss(NamedTuple):
 def speed_to_loss(row: dict, baseline: str, rows: list[dict], final: dict) -> SpeedToLoss:
     """Return how fast row's arm reaches the loss of the arm `baseline` at the same number of tokens.
 
-    The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
-    row's arm to its next, over the seeds of both lengths. Unknown if the loss is not between these lengths.
+    It ends there after seconds · (nearest / tokens)^(gap / fall). `nearest` is another length of its runs, in
+    tokens; `gap` is how much its loss is above the other arm's, `fall` how much above its own at `nearest`,
+    both means over the seeds. Unknown if the loss is not between the two lengths.
     """
-    arm, tokens = row["arm"], row["tokens"]
+    arm = row["arm"]
+    tokens = row["tokens"]
     own = final[arm, tokens]
     if any("switch_step" in record for record in own.values()):  # its seconds are of a part of the run
         return SpeedToLoss()
@@ -308,7 +310,8 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     seconds = 0.0
     last_step = records[0]["step"]
     for record in records:
-        step, speed = record["step"], record["tokens_per_s"]
+        step = record["step"]
+        speed = record["tokens_per_s"]
         if speed <= median / 2:
             speed = median
         seconds += (step - last_step) * TOKENS_PER_STEP / speed

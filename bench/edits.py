@@ -78,7 +78,7 @@ def main(argv=None) -> None:
             path = edited_file(options.model, edit, Path(folder))
             model = f"{path}:{CLASSES[options.model]}"
             changed = dataclasses.replace(config, model=model, **OPTIONS.get(edit, {}))
-            figures, _ = attempt("fp8", changed, timing, unedited)
+            figures, _ = attempt(measure_arm, "fp8", changed, timing, unedited)
             rows.add(figures | common | {"edit": edit})
 
 

@@ -1,8 +1,8 @@
 """Measure one arm: check what it computes, then time its training step in turns with the baseline's.
 
-`measure_arm` raises what the arm raises; `attempt` returns it as a row with an error, so that a study goes on
-with the next arm. A training is called with micro-batches and a learning rate, trains one step and returns
-loss and gradient norm. Times are those between CUDA events; on a CPU, of the host's clock.
+`measure_arm` raises what the arm raises; `attempt` makes it a row with an error, so that a study goes on with
+the next arm. A training is called with micro-batches and a learning rate, trains one step and returns loss
+and gradient norm. Times are those between CUDA events; on a CPU, of the host's clock.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from nanote.meter import flops_per_token, peak_flops
 from nanote.models import make_model_config
 
 TURNS = 5  # in which the timed steps of an arm and of its baseline alternate
+RESAMPLES = 2000  # of the bootstrap
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed
 CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly
@@ -69,10 +70,11 @@ def in_turns(functions: dict, steps: int, device) -> dict:
 
 
 def interval_of_median(values, seed=0) -> list[float]:
-    """Return the 95 % interval [low, high] of the median: percentile bootstrap with 2,000 resamples."""
+    """Return the 95 % interval [low, high] of the median: percentile bootstrap."""
     draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return [medians[50], medians[1949]]  # 2.5 % of the resamples are lower, 2.5 % higher
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    outside = RESAMPLES * 25 // 1000  # 2.5 % of the resamples are lower, 2.5 % higher
+    return [medians[outside], medians[-outside - 1]]
 
 
 @dataclass
@@ -166,29 +168,37 @@ def time_steps(training, batches, timing, baseline) -> dict:
     return figures
 
 
-def measure_arm(arm, config, timing, baseline=None, agreement=None, make=None):
-    """Measure one arm -> (the figures of its row, its training).
+def model_config_of(config):
+    """Return the config of model_te_optimized.py for train.py's options."""
+    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
+    return make_model_config("optimized", options)
+
+
+def make_arm(arm, config, device, batches):
+    """Make the training of an arm. config: its own."""
+    if arm in PLAIN_ARMS:
+        return make_plain(arm, model_config_of(config), config, device)
+    return Training(config, device, batches)
+
+
+def measure_arm(arm, config, timing, baseline=None, agreement=None):
+    """Measure an arm of benchmark_te.py, as `measure` does. config: that of its shape."""
+    return measure(arm, arm_config(arm, config), partial(make_arm, arm), timing, baseline, agreement)
+
+
+def measure(arm, config, make, timing, baseline=None, agreement=None):
+    """Measure one training -> (the figures of its row, the training).
 
     Args:
-        config: the TrainConfig of the shape; the arm's words change it.
-        baseline: the training of the arm plain, or another baseline, timed in turns with this one.
-        agreement: compares this arm with the shape's first one; None: with none.
-        make: returns the training of an arm that is none of this kit's, from (config, device).
+        make: returns it, from (config, device, batches).
+        baseline: the training that takes turns with it.
+        agreement: compares it with the shape's first one; None: with none.
     """
     device = timing.device
-    if make is None:
-        config = arm_config(arm, config)
-    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
-    model_config = make_model_config("optimized", options)
     batches = make_batches(config, device)
     free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    if make is not None:
-        training = make(config, device)
-    elif arm in PLAIN_ARMS:
-        training = make_plain(arm, model_config, config, device)
-    else:
-        training = Training(config, device, batches)
+    training = make(config, device, batches)
     if agreement is None:
         agreement = Agreement()
     checked = agreement.verify(arm, training, batches)
@@ -197,18 +207,10 @@ def measure_arm(arm, config, timing, baseline=None, agreement=None, make=None):
     if device.type == "cuda":
         peak_gib = (torch.cuda.max_memory_allocated() - occupied) / 2**30
     figures = time_steps(training, batches, timing, baseline)
-    parameters = sum(p.numel() for p in training.model.parameters())
-    mfu = None
-    if peak_flops(device):
-        flops = flops_per_token(model_config, parameters, config.seq_len)
-        mfu = figures["tokens_per_s"] * flops / peak_flops(device)
-    figures |= {
-        "peak_gib": peak_gib, "parameters": parameters, "arm": arm, "mfu": mfu,
-        "cuda_graph": training.is_graph, "kernels": getattr(training, "kernels", ""),
-        "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
-        "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
     if baseline is None and arm in ("plain", "nanogpt"):  # themselves the baselines
         figures[timing.ratio] = 1.0
+    figures |= describe(training, config, figures["tokens_per_s"], device)
+    figures |= {"arm": arm, "peak_gib": peak_gib, **checked}
     if timing.phases:
         try:
             figures |= phases_ms(training, batches[0], device, timing.phases)
@@ -217,10 +219,25 @@ def measure_arm(arm, config, timing, baseline=None, agreement=None, make=None):
     return figures, training
 
 
-def attempt(arm, *args, **kwargs):
-    """Measure one arm; return a row with the error in one line, and no training, if it cannot run."""
+def describe(training, config, tokens_per_s, device) -> dict:
+    """Return what a row says of its training beside times: its model, its precision, its MFU."""
+    model_config = model_config_of(config)
+    parameters = sum(p.numel() for p in training.model.parameters())
+    mfu = None
+    if peak_flops(device):
+        mfu = tokens_per_s * flops_per_token(model_config, parameters, config.seq_len) / peak_flops(device)
+    return {
+        "parameters": parameters, "mfu": mfu, "cuda_graph": training.is_graph,
+        "kernels": getattr(training, "kernels", ""),
+        "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
+        "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
+
+
+def attempt(function, arm, *args, **kwargs):
+    """Call measure_arm or measure; return a row with the error in one line, and no training, if it cannot
+    run."""
     try:
-        return measure_arm(arm, *args, **kwargs)
+        return function(arm, *args, **kwargs)
     except Exception as error:  # the other arms are still to be measured
         if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
             traceback.print_exc()

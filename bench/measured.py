@@ -23,6 +23,7 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
+SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
 SHAPES = {
     "124m-b32": "GPT-2 124M, 32 x 1,024",
     "124m-b16": "GPT-2 124M, 16 x 1,024",
@@ -39,6 +40,12 @@ SHAPES = {
 
 def read(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def read_rows(name):
+    """Return the rows of a file: all of it, or its field `rows`."""
+    content = read(name)
+    return content if isinstance(content, list) else content["rows"]
 
 
 def find(rows, **values):
@@ -83,15 +90,25 @@ def origin_of_file(name):
     return "\n".join(lines)
 
 
-def section(heading, text, files, columns, rows):
-    """Return a section. `columns` maps titles to formats; `files` are names in results/."""
-    lines = [f"## {heading}", "", textwrap.fill(text, 108), ""]
+def section(heading, text, files, columns, rows=None):
+    """Return a section.
+
+    Args:
+        files: names in results/.
+        columns: {title: format of its cells}.
+        rows: of the table; None: those of the only file, as they are.
+    """
+    if rows is None:
+        [name] = files
+        rows = read_rows(name)
+    for row in rows:
+        row["shape"] = SHAPES.get(row.get("shape"), row.get("shape"))
+        if row.get("tokens_per_s"):
+            row["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
+    lines = [f"## {heading}", "", textwrap.fill(" ".join(text.split()), 108), ""]
     lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
     for row in rows:
-        shown = row | {"shape": SHAPES.get(row.get("shape"), row.get("shape"))}
-        if row.get("tokens_per_s"):
-            shown["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
-        cells = [fill(cell, shown) for cell in columns.values()]
+        cells = [fill(cell, row) for cell in columns.values()]
         lines.append(f"| {' | '.join(cells)} |")
     origins = [origin_of_file(name) for name in files]
     return "\n".join([*lines, "", "```text", *origins, "```", ""])
@@ -108,18 +125,17 @@ def speed():
                 row[f"over_{arm}"] = other["ms"] / row["ms"]
     return section(
         "A step beside plain PyTorch",
-        "Forward, loss, backward, clipping, optimizer. `plain` is the same architecture in plain "
-        "PyTorch (`bench/plain_gpt.py`): BF16 autocast, `torch.compile`, fused AdamW. `te_modules` "
-        "has TE's modules in place of the fast kernels of blocks, `eager` no CUDA graph. The modern "
-        "block has RMSNorm, RoPE, QK-norm, grouped queries, SwiGLU and no biases. Llama-3 8B has "
-        "BF16 moments: float32 moments would not fit. MFU counts 6N + 12·L·C·T FLOPs a token, as "
-        "PaLM and nanoGPT do, against the dense BF16 peak, which FP8 can exceed. The speed of light "
-        "is the time of a step at the best rates that this GPU reached.",
+        """Forward, loss, backward, clipping, optimizer. `plain` is the same architecture in plain PyTorch
+        (`bench/plain_gpt.py`): BF16 autocast, `torch.compile`, fused AdamW. `te_modules` has TE's modules
+        in place of the fast kernels of blocks, `eager` no CUDA graph. The modern block has RMSNorm, RoPE,
+        QK-norm, grouped queries, SwiGLU and no biases. Llama-3 8B has BF16 moments: float32 moments would
+        not fit. MFU counts 6N + 12·L·C·T FLOPs a token, as PaLM and nanoGPT do, against the dense BF16
+        peak, which FP8 can exceed. The speed of light is the time of a step at the best rates that this GPU
+        reached.""",
         ["speed"],
         {"shape": "{shape}", "block": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
          "k tokens/s": "{k_tokens_per_s:.1f}", "× plain": "{ratio_to_plain:.2f}",
-         "× BF16": "{over_bf16:.2f}",
-         "× FP8": "{over_fp8:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}",
+         "× BF16": "{over_bf16:.2f}", "× FP8": "{over_fp8:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}",
          "speed of light, ms": "{floor_ms:.1f}"},
         rows)
 
@@ -145,8 +161,8 @@ def parts():
             rows.append(row)
     return section(
         "The parts of a step",
-        "In ms. GEMMs are bound by tensor cores and power, attention by tensor cores in BF16, the "
-        "rest by memory.",
+        """In ms. GEMMs are bound by tensor cores and power, attention by tensor cores in BF16, the rest by
+        memory.""",
         ["speed"],
         {"shape": "{shape}", "step": "{arm}", **{kind: f"{{{kind}:.1f}}" for kind in kinds},
          "W of limit": "{watts:.0f} of {watts_limit:.0f}",
@@ -161,8 +177,8 @@ def nanogpt():
         row["over_alone"] = theirs["ms"] / row["ms"]
     return section(
         "A step beside nanoGPT",
-        "nanoGPT's own `model.py`, trained as its `train.py` does. With 4 x 1,024 tokens it waits "
-        "for Python and is slower in turns than alone, so the last speed is over its steps alone.",
+        """nanoGPT's own `model.py`, trained as its `train.py` does. With 4 x 1,024 tokens it waits for
+        Python and is slower in turns than alone, so the last speed is over its steps alone.""",
         ["nanogpt"],
         {"shape": "{shape}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
          "k tokens/s": "{k_tokens_per_s:.0f}", "× nanoGPT": "{ratio_to_nanogpt:.2f}",
@@ -173,13 +189,11 @@ def nanogpt():
 def loops():
     return section(
         "The loops of README",
-        "GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is "
-        "`examples/minimal.py`, both on TE; `fast` is the second loop, `fast_eager` the same "
-        "without CUDA graphs.",
+        """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
+        both on TE; `fast` is the second loop, `fast_eager` the same without CUDA graphs.""",
         ["minimal"],
         {"loop": "{loop}", "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
-         "k tokens/s": "{k_tokens_per_s:.0f}"},
-        read("minimal"))
+         "k tokens/s": "{k_tokens_per_s:.0f}"})
 
 
 def crossover():
@@ -196,8 +210,8 @@ def crossover():
         rows.append(row)
     return section(
         "FP8 over BF16 by width and tokens",
-        "Speed of a step as a CUDA graph, in brackets launched from Python. Two layers, a "
-        "vocabulary of 1,024 ([picture](../results/crossover.png)).",
+        """Speed of a step as a CUDA graph, in brackets launched from Python. Two layers, a vocabulary of
+        1,024 ([picture](../results/crossover.png)).""",
         ["crossover"], columns, rows)
 
 
@@ -206,14 +220,12 @@ def version_0_2():
         "Version 0.2 over version 0.1",
         "In FP8 with TE's attention. Each row of width 4,096 is another pair of processes.",
         ["trees"],
-        {"shape": "{shape}",
-         "speed": "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})",
-         "GiB reserved": "{peak_reserved_gib[1]:.1f}", "by 0.1": "{peak_reserved_gib[0]:.1f}"},
-        read("trees")["rows"])
+        {"shape": "{shape}", "speed": SPEED,
+         "GiB reserved": "{peak_reserved_gib[1]:.1f}", "by 0.1": "{peak_reserved_gib[0]:.1f}"})
 
 
 def fast_engine():
-    rows = read("fast_speed")["rows"]
+    rows = read_rows("fast_speed")
     for row in rows:
         row["other"] = "version 0.1 on TE, FlashAttention 4"
         row["step"] = "`model_te_fast.py`, no FlashAttention 4"
@@ -225,13 +237,12 @@ def fast_engine():
     return section(
         "The engine without Transformer Engine", "In FP8.", ["fast_speed"],
         {"shape": "{shape}", "step": "{step}", "ms": "{median_ms[1]:.1f}", "beside": "{other}",
-         "its ms": "{median_ms[0]:.1f}",
-         "speed": "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"},
+         "its ms": "{median_ms[0]:.1f}", "speed": SPEED},
         rows)
 
 
 def attention():
-    rows = [row for row in read("attention")["rows"] if row.get("both_ms")]
+    rows = [row for row in read_rows("attention") if row.get("both_ms")]
     for row in rows:
         if row.get("errors"):
             row["error"] = max(row["errors"].values())
@@ -239,14 +250,13 @@ def attention():
             row["mib"] = row["peak_gib"] * 1024
     return section(
         "Attention kernels",
-        "Causal; batch x length x heads x KV heads x head width. A name with a precision is a whole "
-        "block whose GEMMs have it. The error is the largest of output and gradients "
-        "([picture](../results/attention.png)).",
+        """Causal; batch x length x heads x KV heads x head width. A name with a precision is a whole block
+        whose GEMMs have it. The error is the largest of output and gradients
+        ([picture](../results/attention.png)).""",
         ["attention"],
         {"shape": "{shape}", "kernel": "{name}", "forward, ms": "{forward_ms:.2f}",
          "backward": "{backward_ms:.2f}",
-         "both": "{both_ms:.2f}", "TFLOP/s": "{both_tflops:.0f}", "MiB": "{mib:.0f}",
-         "error": "{error:.1%}"},
+         "both": "{both_ms:.2f}", "TFLOP/s": "{both_tflops:.0f}", "MiB": "{mib:.0f}", "error": "{error:.1%}"},
         rows)
 
 
@@ -257,8 +267,8 @@ def memory():
             row["change"] = row["ms"] / row["defaults_ms"] - 1
     return section(
         "The memory of a step",
-        "In FP8. A time is compared with the defaults of the same run. Weights in FP8 were an "
-        "option that is gone; activations on the host are an edit now, `offload`.",
+        """In FP8. A time is compared with the defaults of the same run. Weights in FP8 were an option that
+        is gone; activations on the host are an edit now, `offload`.""",
         ["memory"],
         {"shape": "{shape}", "switch": "{switch}", "ms": "{ms:.1f}", "change": "{change:+.0%}",
          "GiB": "{peak_gib:.1f}", "GiB reserved": "{peak_reserved_gib:.1f}"},
@@ -271,8 +281,7 @@ def edits():
         "GPT-2 124M, 32 x 1,024 tokens, CUDA graphs; `optimized` runs on `fast_kernels`.",
         ["fast_edits"],
         {"edit": "{edit}", "of": "{model}", "ms": "{ms:.1f}",
-         "speed": "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"},
-        read("fast_edits"))
+         "speed": "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"})
 
 
 # ---------------------------------------------------------------- torch.compile and several GPUs
@@ -280,15 +289,13 @@ def edits():
 def compiled():
     return section(
         "torch.compile on fast_kernels",
-        "`bf16` is plain PyTorch; `fp8` is `model_te_optimized.py`, compiled, and `graph` the same "
-        "in CUDA graphs, not compiled. `nanochat` and `torchao` are plain PyTorch with their FP8. "
-        "The others are edits of `examples/edits/compiled`; `f_cross_entropy` smooths labels by "
-        "`F.cross_entropy`.",
+        """`bf16` is plain PyTorch; `fp8` is `model_te_optimized.py`, compiled, and `graph` the same in CUDA
+        graphs, not compiled. `nanochat` and `torchao` are plain PyTorch with their FP8. The others are
+        edits of `examples/edits/compiled`; `f_cross_entropy` smooths labels by `F.cross_entropy`.""",
         ["compiled"],
         {"shape": "{shape}", "step": "{arm}", "mode": "{mode}", "FlashAttention 4": "{fa4}",
          "ms": "{ms:.1f}",
-         "× BF16, compiled": "{over_bf16:.2f}", "× unedited": "{ratio:.2f}"},
-        read("compiled"))
+         "× BF16, compiled": "{over_bf16:.2f}", "× unedited": "{ratio:.2f}"})
 
 
 def compile_modes():
@@ -296,8 +303,8 @@ def compile_modes():
     rows.sort(key=lambda row: (row["engine"], row["recipe"], row["mode"]))
     return section(
         "Engines and modes of torch.compile",
-        "`model_te_optimized.py`, 4 layers of width 768, 8 x 512 tokens. TE runs delayed scaling "
-        "uncompiled.",
+        """`model_te_optimized.py`, 4 layers of width 768, 8 x 512 tokens. TE runs delayed scaling
+        uncompiled.""",
         ["compile"],
         {"engine": "{engine}", "recipe": "{recipe}", "mode": "{mode}",
          "k tokens/s": "{k_tokens_per_s:.0f}",
@@ -319,9 +326,9 @@ def several_gpus():
                 rows.append(row)
     return section(
         "Two GPUs over one",
-        "One machine, without NVLink multicast. `ddp-all_reduce` reduces by NCCL, `nanogpt` is "
-        "nanoGPT under DDP. Version 0.1 ran with FlashAttention 4, version 0.2 without; its fsdp on "
-        "H200s reduced in float32.",
+        """One machine, without NVLink multicast. `ddp-all_reduce` reduces by NCCL, `nanogpt` is nanoGPT
+        under DDP. Version 0.1 ran with FlashAttention 4, version 0.2 without; its fsdp on H200s reduced in
+        float32.""",
         list(versions),
         {"layout": "{parallel}", "version": "{version}", "GPUs": "{gpu}",
          "tokens per micro-batch": "{shape}",
@@ -368,12 +375,11 @@ def gpt2_losses():
              "convergence_early": "the last three quarters", "convergence_repeat": ""}
     return section(
         "Losses in FP8 and BF16",
-        "GPT-2 124M; `modern`: the modern block; `350m`: GPT-2 350M, whose arms had different "
-        "attention kernels, so their seconds do not compare. Behind `@` is the learning rate. "
-        "`fp8-stochastic` rounded the logits' gradient stochastically, which the kit no longer "
-        "does. Where FP8 begins late, all arms of a seed share the first part of a BF16 run; "
-        "`bf16-again` is restarted there and stays in BF16. The last file repeats one seed on "
-        "another GPU.",
+        """GPT-2 124M; `modern`: the modern block; `350m`: GPT-2 350M, whose arms had different attention
+        kernels, so their seconds do not compare. Behind `@` is the learning rate. `fp8-stochastic` rounded
+        the logits' gradient stochastically, which the kit no longer does. Where FP8 begins late, all arms
+        of a seed share the first part of a BF16 run; `bf16-again` is restarted there and stays in BF16. The
+        last file repeats one seed on another GPU.""",
         list(parts), LOSSES | SPEEDS_TO_A_LOSS, read_losses(parts))
 
 
@@ -386,9 +392,9 @@ def small_losses():
     arms += ["small-modern-emulated-all@4e-3", "small-bfloat16@4e-3"]
     return section(
         "Which part of FP8 costs loss",
-        "A GPT with 3 layers of width 64, in the second file 128, on a CPU with emulated FP8: all "
-        "operands, only some, all but the forward GEMM, the first block or the output head; block "
-        "scaling. `small-bfloat16` has weights and residuals in BF16 and no FP8, beside float32.",
+        """A GPT with 3 layers of width 64, in the second file 128, on a CPU with emulated FP8: all
+        operands, only some, all but the forward GEMM, the first block or the output head; block scaling.
+        `small-bfloat16` has weights and residuals in BF16 and no FP8, beside float32.""",
         list(parts), LOSSES, [row for row in read_losses(parts) if row["arm"] in arms])
 
 
@@ -409,10 +415,9 @@ def stability():
         rows.append(cells[0] | {"low": min(behind), "high": max(behind), "steps": steps})
     return section(
         "What throws FP8 off",
-        "A byte-level GPT, 500 steps, disturbed at 40 % of them. The final loss is relative to "
-        "BF16's after the same disturbance, from the best to the worst of margins 0, 1 and 2. "
-        "Recovered: the most steps until the loss was within 5 %. Only delayed scaling has a "
-        "history; 1 is `most_recent`.",
+        """A byte-level GPT, 500 steps, disturbed at 40 % of them. The final loss is relative to BF16's
+        after the same disturbance, from the best to the worst of margins 0, 1 and 2. Recovered: the most
+        steps until the loss was within 5 %. Only delayed scaling has a history; 1 is `most_recent`.""",
         ["stability_h200", "stability_te_h200"],
         {"recipe": "{recipe}", "format": "{format}", "history": "{history}", "model": "{model}",
          "layers x width": "{size}", "disturbance": "{disturbance}",
@@ -422,13 +427,13 @@ def stability():
 
 
 def accumulation():
-    rows = find(read("accumulation")["rows"], part="gradients")
+    rows = find(read_rows("accumulation"), part="gradients")
     for row in rows:
         row["gemm"] = "wgrad" if row["summands"] == 8192 else "dgrad"
     return section(
         "Fast accumulation in backward GEMMs",
-        "After 200 steps: the median error, relative to the norm of the result; in brackets the "
-        "largest.",
+        """After 200 steps: the median error, relative to the norm of the result; in brackets the
+        largest.""",
         ["accumulation"],
         {"model": "{shape}", "GEMMs": "{products} {gemm}", "K": "{summands:,}",
          "fast accumulation": "{fast_sums:.2%} ({largest_fast_sums:.2%})",
@@ -442,8 +447,8 @@ def emulation():
     found = read("reference_vs_te")
     rows = []
     for field, label in labels.items():
-        compared, mismatched = found[f"compared_{field}"], found[f"mismatched_{field}"]
-        rows.append({"label": label, "number": compared, "differ": mismatched})
+        rows.append({
+            "label": label, "number": found[f"compared_{field}"], "differ": found[f"mismatched_{field}"]})
     return section(
         "te_reference beside Transformer Engine",
         f"{found['cases']} random cases under delayed, current and block scaling.",
@@ -462,15 +467,15 @@ def single_figures():
     launched = {row["arm"]: row["forward_ms"] + row["backward_ms"] for row in read("formats")}
     steps = {row["arm"]: row["ms"] for row in read("stack")}
     compiled_loss = find(read("compiled_seeds")["summary"], arm="compiled")[0]
-    adam = {row["optimizer"]: row["ms"] for row in find(read("optimizer")["rows"], size="GPT-2 124M")}
+    adam = {row["optimizer"]: row["ms"] for row in find(read_rows("optimizer"), size="GPT-2 124M")}
     save = read("saves")[0]
     kills = read("faults")["killed"]["counts"]
     laptop = read("laptop")
     minutes = statistics.median(row["seconds"] for row in laptop["runs"]) / 60
     peak = {(row["shape"], row["switch"]): row["peak_gib"] for row in read("gqa_rmsnorm")}
     saved = {shape: 1 - peak[shape, "GQA"] / peak[shape, "default"] for shape in ("124m-b32", "c4096")}
-    head = find(read("accumulation_bias")["rows"], gemm="head")[0]
-    rounding = {row["part"]: row["mean_error_of_blocks"] for row in read("rounding")["rows"]}
+    head = find(read_rows("accumulation_bias"), gemm="head")[0]
+    rounding = {row["part"]: row["mean_error_of_blocks"] for row in read_rows("rounding")}
 
     figures = {
         "`train.py` between checkpoints, k tokens/s": f"{run['tokens_per_s_between_checkpoints'] / 1e3:.0f}",

@@ -106,7 +106,10 @@ def example_loop(options, device):
                      "--length", options.seq_len, "--steps", 0, "--lr", LR, "--out", f"{folder}/model.pt"]
         with mock.patch.object(sys, "argv", ["minimal.py", *map(str, arguments)]):
             parts = runpy.run_path(str(ROOT / "examples/minimal.py"))
-    net, model, optimizer, tokens = (parts[name] for name in ("net", "model", "optimizer", "tokens"))
+    net = parts["net"]
+    model = parts["model"]
+    optimizer = parts["optimizer"]
+    tokens = parts["tokens"]
 
     def step():
         for group in optimizer.param_groups:

@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -133,13 +132,16 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
 
 def measure_shape(module, config, timing):
     """Measure nanoGPT, then this kit's arms in turns with it. Yields the figures of each arm."""
+    def make(config, device, batches):
+        return make_nanogpt(module, config, device)
+
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    figures, nanogpt = measure.attempt("nanogpt", config, timing, make=partial(make_nanogpt, module))
+    figures, nanogpt = measure.attempt(measure.measure, "nanogpt", config, make, timing)
     yield figures
     if nanogpt is None:  # it does not fit into memory
         return
     for arm in ARMS:
-        figures, _ = measure.attempt(arm, config, timing, baseline=nanogpt)
+        figures, _ = measure.attempt(measure.measure_arm, arm, config, timing, nanogpt)
         yield figures
 
 

@@ -5,13 +5,14 @@ must end with exit code 2 and one line that names its options.
 """
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import os
 import shlex
 import shutil
 import textwrap
-from dataclasses import dataclass
+from unittest import mock
 
 from nanote import config
 from nanote.command import error_line, run_command
@@ -24,51 +25,31 @@ EXAMPLES = dict(
     n_kv_head=2, head_dim=32, rope_theta=5e5, activation="swiglu", attention="sdpa", attn_dropout=0.1)
 
 
-@dataclass(frozen=True)
-class RefusedPair:
-    """Options that train.py refuses together, as (name, value), and why. Where the engine counts, they are
-    three: NANOTE_ENGINE stands among them as if it were an option."""
-
-    options: tuple
-    reason: str
-
-    def is_in(self, options: dict) -> bool:
-        return all(options.get(name) == value for name, value in self.options)
-
-    def engine(self) -> str | None:
-        return dict(self.options).get("NANOTE_ENGINE")
-
-    def arguments(self, corpora: str) -> list[str]:
-        """Return train.py's arguments that try this pair, with the defaults of all other options."""
-        words = []
-        for name, value in self.options:
-            if name != "NANOTE_ENGINE":
-                words += config.as_typed(name, value).split()
-        return [*words, *TINY.split(), *ONE_STEP.split(), "--data", f"{corpora}/documents"]
-
-    def command(self, corpora: str) -> str:
-        """Return the line that tries this pair, for a shell."""
-        command = f"python train.py {shlex.join(self.arguments(corpora))}"
-        if self.engine():
-            command = f"NANOTE_ENGINE={self.engine()} {command}"
-        return command
+def shell_command(arguments: list[str], environment: dict, ranks=1) -> str:
+    """Return a command line of train.py for a shell."""
+    variables = [f"{name}={value}" for name, value in environment.items() if value]
+    launcher = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", "2"]
+    return " ".join([*variables, *launcher, "train.py", shlex.join(arguments)])
 
 
 # ---------------------------------------------------------------- all of them
 
-def refused_pairs() -> list[RefusedPair]:
-    """Return the pairs of REFUSED, each with every value that it names, and what each model file lacks."""
+@functools.cache
+def refused_pairs() -> list[dict]:
+    """Return the options, {name: value}, that train.py refuses together: those of REFUSED, with every value
+    that it names, and what each model file lacks.
+
+    Where the engine counts, they are three: NANOTE_ENGINE stands among them as if it were an option.
+    """
     pairs = []
     for refusal in config.REFUSED:
-        choices = []
-        for setting in refusal.settings:
-            choices.append([(setting.option, value) for value in example_values(setting)])
-        for options in itertools.product(*choices):
-            pairs.append(RefusedPair(options, refusal.reason))
+        names = [setting.option for setting in refusal.settings]
+        values = [example_values(setting) for setting in refusal.settings]
+        for some in itertools.product(*values):
+            pairs.append(dict(zip(names, some)))
     for model in ("fast", *OTHER_MODELS):
         for option in lacked_options(model):
-            options = (("model", model), (option, value_on(option)))
-            pairs.append(RefusedPair(options, "the model file has no such option"))
+            pairs.append({"model": model, option: value_on(option)})
     return pairs
 
 
@@ -114,12 +95,30 @@ def options_named_with(model: str) -> set[str]:
 
 # ---------------------------------------------------------------- a try of each
 
-def what_is_wrong(pair: RefusedPair, corpora: str) -> str:
+def arguments_of(pair: dict, corpora: str) -> list[str]:
+    """Return train.py's arguments that try a pair, with the defaults of all other options."""
+    words = []
+    for name, value in pair.items():
+        if name != "NANOTE_ENGINE":
+            words += config.as_typed(name, value).split()
+    return [*words, *TINY.split(), *ONE_STEP.split(), "--data", f"{corpora}/documents"]
+
+
+def environment_of(pair: dict) -> dict[str, str]:
+    return {"NANOTE_ENGINE": pair.get("NANOTE_ENGINE", "")}
+
+
+def command_of(pair: dict, corpora: str) -> str:
+    """Return the line that tries a pair, for a shell."""
+    return shell_command(arguments_of(pair, corpora), environment_of(pair))
+
+
+def what_is_wrong(pair: dict, corpora: str) -> str:
     """Try a refused pair in this process; return what is wrong with its refusal, "" if nothing is."""
     folder = f"{corpora}/refused"
-    with engine_of(pair):
-        code, line = run_train([*pair.arguments(corpora), "--out-dir", folder])
-    names = [name if name == "NANOTE_ENGINE" else config.flag(name) for name, _ in pair.options]
+    with mock.patch.dict(os.environ, environment_of(pair)):
+        code, line = run_train([*arguments_of(pair, corpora), "--out-dir", folder])
+    names = [name if name == "NANOTE_ENGINE" else config.flag(name) for name in pair]
     wrote_files = os.path.exists(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if code == 2 and "\n" not in line and all(name in line for name in names) and not wrote_files:
@@ -131,27 +130,14 @@ def run_train(arguments: list[str]) -> tuple:
     """Run train.py in this process -> (its exit code, what it wrote to stderr). For an exception that is no
     refusal, the code is its type's name."""
     import train
-    stdout, stderr = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+    stdout = io.TextIOWrapper(io.BytesIO())
+    stderr = io.TextIOWrapper(io.BytesIO())
     try:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = run_command(lambda: train.run(arguments), "train.py")
     except (Exception, SystemExit) as error:
         return type(error).__name__, error_line(error)
     return code, stderr.buffer.getvalue().decode().strip()
-
-
-@contextlib.contextmanager
-def engine_of(pair: RefusedPair):
-    """Set NANOTE_ENGINE to the engine of a pair, or unset it."""
-    before = os.environ.pop("NANOTE_ENGINE", None)
-    if pair.engine():
-        os.environ["NANOTE_ENGINE"] = pair.engine()
-    try:
-        yield
-    finally:
-        os.environ.pop("NANOTE_ENGINE", None)
-        if before is not None:
-            os.environ["NANOTE_ENGINE"] = before
 
 
 # ---------------------------------------------------------------- the page

@@ -1,21 +1,18 @@
 """The rows of bench/pairs.py: choices of train.py's options in which every two values stand together.
 
 OPTIONS are the options and their values. A choice has one value of each: {option: value}. A stack is a way to
-run the GEMMs, in which some options have fewer values. `covering_array` makes the choices of a stack, without
-the pairs that train.py refuses, by allpairspy (github.com/thombashi/allpairspy). A `Row` is a choice and
-where it is trained, which makes it a command line.
+run the GEMMs, in which some options have fewer values. `covering_choices` makes the choices of a stack. A
+`Row` is a choice and where it is trained, which makes it a command line.
 """
 import dataclasses
 import itertools
-import shlex
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.pair_refusals import TINY, refused_pairs
+from bench.pair_refusals import TINY, refused_pairs, shell_command
 from nanote import config
 
-# ---------------------------------------------------------------- options, stacks, parts, places
+# ---------------------------------------------------------------- options, stacks, places
 
 OPTIONS = {  # names are those of TrainConfig, but for `layout` and `data`
     "model": ("auto", "fast", "optimized", "advanced", "fused", "custom", "te"),
@@ -39,33 +36,33 @@ OPTIONS = {  # names are those of TrainConfig, but for `layout` and `data`
 # Stacks: the values of NANOTE_ENGINE, which counts as an option, and of options that have fewer values there.
 STACKS = {
     "te_reference": dict(NANOTE_ENGINE=("reference",)),
-    "te": dict(NANOTE_ENGINE=("te",)),
+    "te": dict(  # its mxfp8 and nvfp4 need Blackwell
+        NANOTE_ENGINE=("te",), fp8_recipe=("delayed", "current", "block", "none")),
     "fast_kernels": dict(NANOTE_ENGINE=("fast",), model=("optimized", "advanced", "fused", "custom", "te")),
     "model_te_fast": dict(  # with other values --model auto is not the fast model
         NANOTE_ENGINE=("", "fast"), model=("auto", "fast"), fp8_recipe=("delayed", "none"),
         dtype=("bfloat16",), compile=(False,)),
 }
-PARTS = ("cpu", "gpu", "gpus")  # machines: without a GPU, with one, with two
-OTHER_CARD = ("mxfp8", "nvfp4")  # recipes of Transformer Engine that need Blackwell
-# Options that went wrong together, and are more than two: each stack has a row with them.
-MORE_THAN_PAIRS = (dict(layout="fsdp", fp8_recipe="none", bias=True),)
-# Tracing te_reference is slow, in two processes most, and fastest without FP8: one of its rows does that.
-COMPILED_ON_TWO = dict(layout="ddp", compile=True, fp8_recipe="none")
+# Each stack has a row with these, if it has their values. Tracing is slow in two processes, and fastest
+# without FP8: no other row does that. The second ones went wrong together, and are more than two.
+STARTS = (
+    dict(layout="ddp", compile=True, fp8_recipe="none"),
+    dict(layout="fsdp", fp8_recipe="none", bias=True),
+)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a row is trained: for how many steps, and with options for a size that is fast there."""
 
-    name: str
     steps: int
     size: str
 
 
-CPU = Place("cpu", 4, TINY)
+CPU = Place(4, TINY)
 INTERPRETER = Place(  # Triton's, in which a step takes seconds
-    "interpreter", 2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu")
-GPU = Place("gpu", 4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024")
+    2, "--n-head 2 --n-embd 32 --seq-len 8 --eval-tokens 32 --device cpu")
+GPU = Place(4, "--n-head 4 --n-embd 256 --seq-len 128 --eval-tokens 1024")
 SEQUENCES = 4  # of a step
 TRAINING = "--lr 3e-4 --lr-schedule constant --warmup-steps 0 --log-interval 1 --keep-checkpoints 2"
 # Rows of model_te_fast for the interpreter. Their other options get the first value that is not refused.
@@ -82,49 +79,45 @@ def values_of(stack: str) -> dict[str, tuple]:
     return {"NANOTE_ENGINE": ()} | OPTIONS | STACKS[stack]
 
 
-def part_of(choice: dict) -> str:
-    """Return the part of the test that trains a choice."""
-    if choice["NANOTE_ENGINE"] == "reference":
-        return "cpu"
-    return "gpu" if choice["layout"] == "one process" else "gpus"
+def is_in_two_processes(choice: dict) -> bool:
+    return choice.get("layout", "one process") != "one process"
+
+
+def is_slow(choice: dict) -> bool:
+    return is_in_two_processes(choice) and choice.get("compile", False)
 
 
 def train_options(choice: dict) -> dict:
     """Return a choice, or a part of it, by the names of TrainConfig."""
     options = {name: value for name, value in choice.items() if name not in ("layout", "data")}
-    if choice.get("layout", "one process") != "one process":
+    if is_in_two_processes(choice):
         options["parallel"] = choice["layout"]
     if choice.get("data") == "packed":
         options["pack_documents"] = True
     return options
 
 
-# ---------------------------------------------------------------- covering arrays
+# ---------------------------------------------------------------- choices with every pair
 
-class Rules:
-    """Which choices train.py takes."""
+def is_allowed(choice: dict) -> bool:
+    """Return whether a choice, or a part of one, has no refused pair."""
+    options = train_options(choice)
+    return not any(pair.items() <= options.items() for pair in refused_pairs())
 
-    def __init__(self):
-        self.refused = refused_pairs()
 
-    def allows(self, choice: dict) -> bool:
-        """Return whether a choice, or a part of one, has no refused pair."""
-        options = train_options(choice)
-        return not any(pair.is_in(options) for pair in self.refused)
-
-    def complete(self, start: dict, values: dict) -> dict | None:
-        """Return the first choice that has the values of `start`; None if each would be refused."""
-        if not self.allows(start):
-            return None
-        missing = [option for option in values if option not in start]
-        if not missing:
-            return {option: start[option] for option in values}  # in the order of all choices
-        option = missing[0]
-        for value in values[option]:
-            choice = self.complete(start | {option: value}, values)
-            if choice is not None:
-                return choice
+def complete(start: dict, values: dict) -> dict | None:
+    """Return the first choice that has the values of `start`; None if each would be refused."""
+    if not is_allowed(start):
         return None
+    missing = [option for option in values if option not in start]
+    if not missing:
+        return {option: start[option] for option in values}  # in the order of all choices
+    option = missing[0]
+    for value in values[option]:
+        choice = complete(start | {option: value}, values)
+        if choice is not None:
+            return choice
+    return None
 
 
 def pairs_of(choice: dict) -> set:
@@ -132,87 +125,61 @@ def pairs_of(choice: dict) -> set:
     return set(itertools.combinations(choice.items(), 2))
 
 
-def pairs_in(choices: list[dict]) -> set:
-    """Return the pairs that stand together in some of the choices."""
-    return set().union(*map(pairs_of, choices))
-
-
-def allowed_pairs(values: dict, rules: Rules) -> set:
-    """Return the pairs that stand together in some choice that train.py takes."""
-    pairs = set()
+def all_pairs(values: dict) -> list:
+    """Return the pairs of the values of any two options."""
+    pairs = []
     for one, other in itertools.combinations(values, 2):
         for value, other_value in itertools.product(values[one], values[other]):
-            pair = ((one, value), (other, other_value))
-            if pair in pairs:
-                continue
-            choice = rules.complete(dict(pair), values)
-            if choice is not None:
-                pairs |= pairs_of(choice)
+            pairs.append(((one, value), (other, other_value)))
     return pairs
 
 
-def covering_array(stack: str, rules: Rules) -> list[dict]:
+def allowed_pairs(values: dict) -> list:
+    """Return the pairs that stand together in some choice that train.py takes."""
+    return [pair for pair in all_pairs(values) if complete(dict(pair), values) is not None]
+
+
+def covering_choices(stack: str) -> list[dict]:
     """Return choices in which all allowed pairs of a stack stand together."""
     values = values_of(stack)
-    if stack == "te":
-        values["fp8_recipe"] = tuple(name for name in values["fp8_recipe"] if name not in OTHER_CARD)
-    choices = choices_of_allpairs(values, rules)
-    if stack == "te_reference":
-        choices.append(rules.complete(COMPILED_ON_TWO, values))
-    left = allowed_pairs(values, rules) - pairs_in(choices)
-    while left:  # pairs of slow choices, and what allpairspy leaves out where many pairs are refused
-        pair = min(left, key=repr)
-        choices.append(rules.complete(dict(pair), values))
-        left -= pairs_of(choices[-1])
-    choices = make_cheaper(choices, "compile", False, rules)
-    choices = make_cheaper(choices, "layout", "one process", rules)
-    choices = make_cheaper(choices, "layout", "one process", rules)  # some are useless now
-    for options in MORE_THAN_PAIRS:
-        if not any(options.items() <= choice.items() for choice in choices):
-            choices.append(rules.complete(options, values))
+    missing = allowed_pairs(values)
+    starts = []
+    for start in STARTS:
+        if all(value in values[option] for option, value in start.items()):
+            starts.append(start)
+    choices = []
+    while starts or missing:
+        start = starts.pop(0) if starts else dict(missing[0])
+        choice = complete_with(missing, start, values)
+        choices.append(choice)
+        found = pairs_of(choice)
+        missing = [pair for pair in missing if pair not in found]
     return choices
 
 
-def choices_of_allpairs(values: dict, rules: Rules) -> list[dict]:
-    """Return the choices that allpairspy makes, none of which is refused, or compiled in two processes."""
-    from allpairspy import AllPairs
-
-    def is_good(some_values) -> bool:  # allpairspy asks after each value that it adds
-        choice = dict(zip(values, some_values))
-        in_two_processes = choice.get("layout", "one process") != "one process"
-        is_slow = choice.get("compile", False) and in_two_processes
-        return rules.allows(choice) and not is_slow
-
-    found = AllPairs(list(values.values()), filter_func=is_good)
-    choices = [dict(zip(values, all_values)) for all_values in found]
-    return [choice for choice in choices if len(choice) == len(values)]
-
-
-def make_cheaper(choices: list[dict], option: str, cheap, rules: Rules) -> list[dict]:
-    """Leave out choices whose pairs all stand in other choices, too. In the rest, give `option` its cheap
-    value unless a pair that stands only there would be lost."""
-    choices = sorted(choices, key=lambda choice: choice["compile"], reverse=True)  # the slow ones first
-    count = Counter()
-    for choice in choices:
-        count.update(pairs_of(choice))
-    kept = []
-    for choice in choices:
-        only_here = {pair for pair in pairs_of(choice) if count[pair] == 1}
-        if not only_here:
-            count.subtract(pairs_of(choice))
+def complete_with(missing: list, start: dict, values: dict) -> dict:
+    """Return a choice that has the values of `start`. One option after the other gets the value that makes
+    most of the missing pairs with those before it."""
+    choice = start
+    for option in values:
+        if option in choice:
             continue
-        changed = choice | {option: cheap}
-        if rules.allows(changed) and only_here <= pairs_of(changed):
-            count.subtract(pairs_of(choice))
-            count.update(pairs_of(changed))
-            choice = changed
-        kept.append(choice)
-    return kept
+        candidates = []
+        for value in values[option]:
+            candidate = choice | {option: value}
+            if complete(candidate, values) and (is_slow(start) or not is_slow(candidate)):
+                candidates.append(candidate)
+
+        def count_new(candidate):
+            return sum(dict(pair).items() <= candidate.items() for pair in missing)
+
+        choice = max(candidates, key=count_new)
+    return {option: choice[option] for option in values}
 
 
 # ---------------------------------------------------------------- rows
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """A choice that is trained, and where."""
 
@@ -222,18 +189,19 @@ class Row:
     layers: int
 
     @property
-    def engine(self) -> str:
-        """The value of NANOTE_ENGINE; "": unset."""
-        return self.choice["NANOTE_ENGINE"]
-
-    @property
     def ranks(self) -> int:
-        return 1 if self.choice["layout"] == "one process" else 2
+        return 2 if is_in_two_processes(self.choice) else 1
 
     @property
-    def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs it. The plain row of such a row runs on te_reference instead."""
-        return self.place is INTERPRETER and self.engine != "reference"
+    def environment(self) -> dict[str, str]:
+        """Environment variables that it needs. An empty value counts as unset."""
+        engine = self.choice["NANOTE_ENGINE"]
+        variables = {"NANOTE_ENGINE": engine}
+        if self.place is not GPU:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        if self.place is INTERPRETER and engine != "reference":
+            variables["TRITON_INTERPRET"] = "1"
+        return variables
 
     def plain(self) -> "Row":
         """Return the row of the same network, data and optimizer without what only changes how a step is
@@ -249,61 +217,50 @@ class Row:
 
     def arguments(self, corpora: str) -> list[str]:
         """Return train.py's arguments, without values that are the preset's."""
+        options = train_options(self.choice)
+        preset = options.pop("preset")
+        defaults = vars(config.TrainConfig(**config.PRESETS[preset]))
+        del options["NANOTE_ENGINE"]
+        if options["model"] in ("fused", "custom", "te"):  # with learned positions, whatever the preset
+            del options["use_rotary"]
+        chosen = []
+        for name, value in options.items():
+            if value != defaults[name]:
+                chosen += config.as_typed(name, value).split()
         corpus = "answers" if self.choice["data"] == "answers only" else "documents"
         before_last = str(self.place.steps - 1)
         micro_batch = SEQUENCES // (self.ranks * self.choice["grad_accum"])
         return [
-            *self._chosen_arguments(), *self.place.size.split(), *TRAINING.split(),
+            "--preset", preset, *chosen, *self.place.size.split(), *TRAINING.split(),
             "--n-layer", str(self.layers), "--max-steps", str(self.place.steps),
             "--eval-interval", before_last, "--checkpoint-interval", before_last,
             "--micro-batch-size", str(micro_batch), "--data", f"{corpora}/{corpus}"]
 
-    def _chosen_arguments(self) -> list[str]:
-        preset = self.choice["preset"]
-        defaults = vars(config.TrainConfig(**config.PRESETS[preset]))
-        options = train_options(self.choice)
-        del options["preset"], options["NANOTE_ENGINE"]
-        if options["model"] in ("fused", "custom", "te"):  # with learned positions, whatever the preset
-            del options["use_rotary"]
-        arguments = ["--preset", preset]
-        for name, value in options.items():
-            if value != defaults[name]:
-                arguments += config.as_typed(name, value).split()
-        return arguments
-
     def command(self, corpora: str) -> str:
         """Return the line that trains the row, for a shell."""
-        launcher = "python" if self.ranks == 1 else "torchrun --nproc-per-node 2"
-        command = f"{launcher} train.py {shlex.join(self.arguments(corpora))}"
-        if self.engine:
-            command = f"NANOTE_ENGINE={self.engine} {command}"
-        if self.is_interpreted:
-            command = f"TRITON_INTERPRET=1 {command}"
-        return command
+        return shell_command(self.arguments(corpora), self.environment, self.ranks)
 
 
 def rows_of(part: str) -> list[Row]:
-    """Return the rows of a part."""
-    rules = Rules()
+    """Return the rows of a part: "cpu", "gpu" or "gpus"."""
+    rows = []
     if part == "cpu":
-        rows = []
-        for choice in covering_array("te_reference", rules):
+        for choice in covering_choices("te_reference"):
             layers = 1 if choice["compile"] else 2  # Dynamo traces te_reference
             rows.append(Row("te_reference", choice, CPU, layers))
-        return rows + interpreted_rows(rules)
-    rows = []
+        return rows + interpreted_rows()
+    ranks = 1 if part == "gpu" else 2
     for stack in ("te", "fast_kernels", "model_te_fast"):
-        for choice in covering_array(stack, rules):
-            if part_of(choice) == part:
-                rows.append(Row(stack, choice, GPU, layers=2))
+        of_stack = [Row(stack, choice, GPU, layers=2) for choice in covering_choices(stack)]
+        rows += [row for row in of_stack if row.ranks == ranks]
     return rows
 
 
-def interpreted_rows(rules: Rules) -> list[Row]:
+def interpreted_rows() -> list[Row]:
     """Return the rows of model_te_fast for Triton's interpreter."""
     values = values_of("model_te_fast")
     fixed = dict(NANOTE_ENGINE="fast", model="fast", layout="one process", cuda_graph="off")
-    choices = [rules.complete(fixed | some, values) for some in INTERPRETED]
+    choices = [complete(fixed | some, values) for some in INTERPRETED]
     return [Row("model_te_fast", choice, INTERPRETER, layers=1) for choice in choices]
 
 
@@ -315,7 +272,5 @@ def make_corpora(folder: str) -> None:
         letters = [chr(97 + (i * j + j // 3) % 26) for j in range(5 + 7 * i % 60)]
         documents.append("".join(letters))
     questions = [["q" * (3 + i % 7), f"{i % 10}{i % 7}{i % 3}."] for i in range(1000)]
-    if not Path(folder, "documents").exists():
-        write_tokens(iter(documents), Path(folder, "documents"), val_fraction=0.2)
-    if not Path(folder, "answers").exists():
-        write_tokens(iter(questions), Path(folder, "answers"), val_fraction=0.2, answers_only=True)
+    write_tokens(iter(documents), Path(folder, "documents"), val_fraction=0.2)
+    write_tokens(iter(questions), Path(folder, "answers"), val_fraction=0.2, answers_only=True)

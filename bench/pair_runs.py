@@ -1,56 +1,115 @@
-"""Runs of train.py one after the other in worker processes, for bench/pairs.py.
+"""Runs of train.py one after the other in processes that have imported it, for bench/pairs.py.
 
-    python bench/pair_runs.py JOB.json RESULTS.jsonl
+    python bench/pair_runs.py RUNS.json      # or with torchrun, on two ranks
 
-A `Run` is a run of train.py and, where it resumes, a second one from before its last step. A `Worker` starts
-a process, or one for each of two ranks, that makes some runs (`work`), and reads their results: for each run
-a line with its name and metrics.jsonl, the same after the resume, or its error. JOB.json is {"folder": …,
-"kind": "cpu", "interpreter" or "gpu", "runs": […]}, with the fields of Run.
-
-A worker's processes end after a failed run, and new ones make the rest: an error on a GPU is often an error
-in every later run of the process.
+`results_of` divides runs into groups and starts this command for each. The command makes the runs of a group
+(`Run`), each with a second one that resumes from before its last step, and prints a line of JSON for each:
+metrics.jsonl, and the same after the resume, or its error. All else goes to log.txt. It ends after an error,
+which on a GPU is often one of every later run, and a new process makes the rest.
 """
 import dataclasses
+import faulthandler
 import gc
 import json
-import multiprocessing
+import math
 import os
+import queue
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 import traceback
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-LONGEST_RUN = 240  # seconds without a result
-LONGEST_WAIT = 5  # seconds, of a rank for one that has failed
+LONGEST_RUN = 240  # seconds
 
 
 @dataclass
 class Run:
-    name: str  # its folder
+    name: str  # its command
     arguments: list[str]  # of train.py
+    environment: dict[str, str]
+    ranks: int
     steps: int
     resumes: bool  # before its last step
-    resume_arguments: list[str]  # with --resume
-    cost: int  # relative to other runs
 
 
-# ---------------------------------------------------------------- in a worker process
+# ---------------------------------------------------------------- processes
 
-def prepare(kind: str) -> None:
+def results_of(runs: list[Run], folder: Path, jobs: int):
+    """Make runs, in up to `jobs` processes or pairs of ranks at a time; yield each result as it comes."""
+    groups = queue.SimpleQueue()
+    for number, group in enumerate(grouped(runs, size=math.ceil(len(runs) / jobs))):
+        groups.put((group, folder / f"group-{number}"))
+    results = queue.SimpleQueue()
+
+    def work():
+        while True:
+            for result in results_of_group(*groups.get()):
+                results.put(result)
+
+    for _ in range(jobs):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in runs:
+        yield results.get()
+
+
+def grouped(runs: list[Run], size: int) -> list[list[Run]]:
+    """Return the runs in groups of up to `size` that have the same environment and number of ranks."""
+    alike = defaultdict(list)
+    for run in runs:
+        key = run.ranks, *run.environment.items()
+        alike[key].append(run)
+    groups = []
+    for some in alike.values():
+        count = math.ceil(len(some) / size)
+        groups += [some[start::count] for start in range(count)]
+    return sorted(groups, key=lambda group: group[0].ranks, reverse=True)  # the slow ones first
+
+
+def results_of_group(runs: list[Run], folder: Path):
+    """Make the runs of a group; yield the result of each."""
+    folder.mkdir(parents=True)
+    log = folder / "log.txt"
+    launcher = [sys.executable]
+    if runs[0].ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(runs[0].ranks)]
+    found = set()
+    while len(found) < len(runs):
+        left = [run for run in runs if run.name not in found]
+        file = folder / "runs.json"
+        file.write_text(json.dumps([dataclasses.asdict(run) for run in left]))
+        with open(log, "a") as stderr:
+            process = subprocess.Popen(
+                [*launcher, str(ROOT / "bench/pair_runs.py"), str(file)], cwd=folder, text=True,
+                stdout=subprocess.PIPE, stderr=stderr,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | runs[0].environment)
+        for line in process.stdout:
+            result = json.loads(line)
+            if result["name"] not in found:  # else it is the other rank's error
+                found.add(result["name"])
+                yield result | {"log": str(log)}
+        code = process.wait()
+        if left[0].name not in found:  # this one ended its process
+            found.add(left[0].name)
+            error = f"its process ended with code {code}"
+            yield {"name": left[0].name, "error": error, "log": str(log)}
+
+
+# ---------------------------------------------------------------- in a process
+
+def prepare() -> None:
     """Replace in this process what a run need not test, and on a CPU what takes too long."""
     import torch
 
     from nanote import logs
     logs.plot_losses = lambda folder: None
     logs.open_tensorboard = lambda folder, first_step: (lambda scalars, step: None, lambda: None)
-    if kind == "gpu":
+    if torch.cuda.is_available():
         return
     compile_ = torch.compile
 
@@ -65,8 +124,23 @@ def prepare(kind: str) -> None:
     torch.compile = trace_only  # the traced graph runs uncompiled: a minute less for each model
 
 
-def train_to_the_end(folder: str, arguments: list[str]) -> list[dict]:
-    """Run train.py in this process; return the records of metrics.jsonl."""
+def make_run(run: Run) -> dict:
+    """Make a run and its resume; return the records of both."""
+    from nanote import parallel
+
+    def remove(folder):
+        parallel.on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    remove("run")
+    result = {"name": run.name, "metrics": records_of(run.arguments)}
+    if run.resumes:
+        remove(f"run/step-{run.steps}")
+        result["resumed"] = records_of(["--resume"])
+    return result
+
+
+def records_of(arguments: list[str]) -> list[dict]:
+    """Run train.py in the folder "run"; return the records of its metrics.jsonl."""
     import torch
 
     import train
@@ -75,210 +149,36 @@ def train_to_the_end(folder: str, arguments: list[str]) -> list[dict]:
     from nanote.logs import read_metrics
     forget_models()
     torch._dynamo.reset()
-    code = train.run([*arguments, "--out-dir", folder])
+    code = train.run([*arguments, "--out-dir", "run"])
     if code != 0:
         raise RuntimeError(f"train.py ended with code {code}")
-    return parallel.on_rank0(lambda: read_metrics(Path(folder, "metrics.jsonl")))
+    return parallel.on_rank0(lambda: read_metrics(Path("run", "metrics.jsonl")))
 
 
-def make_run(run: Run) -> dict:
-    """Make a run and its resume; return the records of both."""
-    from nanote import parallel
-
-    def remove(folder):
-        parallel.on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-    remove(run.name)
-    result = {"metrics": train_to_the_end(run.name, run.arguments)}
-    if run.resumes:
-        remove(Path(run.name, f"step-{run.steps}"))
-        result["resumed"] = train_to_the_end(run.name, ["--resume", *run.resume_arguments])
-    remove(run.name)
-    return result
-
-
-def append(path: str, record: dict) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def work(job: dict, results: str) -> int:
-    """Make the runs of a job. Rank 0 appends a line for each to the file `results`."""
+def main(runs: list[Run]) -> int:
+    """Make the runs; rank 0 prints the result of each. After an error, which any rank prints, return 1."""
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the runs print goes to the log
     from nanote import parallel
     from nanote.command import error_line
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.chdir(job["folder"])
-    prepare(job["kind"])
+    prepare()
     gc.freeze()  # what is imported: collections between runs do not look at it
     is_rank0 = parallel.start().rank == 0
-    for fields in job["runs"]:
-        run = Run(**fields)
-        start = time.monotonic()
-        if is_rank0:
-            print(f"\n=== {run.name} ===", flush=True)
+    for run in runs:
+        faulthandler.dump_traceback_later(LONGEST_RUN, exit=True)
+        print(f"\n=== {run.name}", flush=True)
         try:
             result = make_run(run)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            append(results, {"name": run.name, "error": error_line(error)})
+            print(json.dumps({"name": run.name, "error": error_line(error)}), file=results)
             return 1
         if is_rank0:
-            seconds = round(time.monotonic() - start, 1)
-            append(results, result | {"name": run.name, "seconds": seconds})
+            print(json.dumps(result), file=results)
     return 0
 
 
-# ---------------------------------------------------------------- processes
-
-class Worker:
-    """Processes that make runs one after the other: one process, or one for each of two ranks."""
-
-    def __init__(self, engine: str, kind: str, ranks: int, runs: list[Run], folder: Path):
-        self.engine = engine
-        self.kind = kind
-        self.ranks = ranks
-        self.runs = runs
-        self.job = folder / "job.json"
-        self.results = folder / "results.jsonl"
-        self.log = folder / "log.txt"
-        self.found = {}  # {name of a run: its result}
-        self.processes = []
-        folder.mkdir(parents=True)
-        self.results.touch()
-
-    def runs_left(self) -> list[Run]:
-        return [run for run in self.runs if run.name not in self.found]
-
-    def start(self) -> None:
-        """Start the processes for the runs that have no result yet."""
-        self.last_result = time.monotonic()
-        self.found_before = len(self.found)
-        runs = [dataclasses.asdict(run) for run in self.runs_left()]
-        job = {"folder": str(self.job.parent), "kind": self.kind, "runs": runs}
-        self.job.write_text(json.dumps(job))
-        port = free_port()
-        self.processes = [self._start_rank(rank, port) for rank in range(self.ranks)]
-
-    def _start_rank(self, rank: int, port: int):
-        environment = {"OMP_NUM_THREADS": "1", "NANOTE_ENGINE": self.engine}
-        if self.ranks > 1:
-            environment |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        if self.kind == "interpreter":
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if self.kind == "cpu":  # a fork has imported everything
-            process = multiprocessing.get_context("fork").Process(target=self._in_fork, args=(environment,))
-            process.start()
-            return process
-        command = [sys.executable, str(ROOT / "bench/pair_runs.py"), str(self.job), str(self.results)]
-        with open(self.log, "a") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
-
-    def _in_fork(self, environment: dict) -> None:
-        import torch
-        log = open(self.log, "a", buffering=1)
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        sys.stdout = sys.stderr = log
-        os.environ.update(environment)
-        torch.set_num_threads(1)  # a fork has no threads of OpenMP
-        code = 1
-        try:
-            code = work(json.loads(self.job.read_text()), str(self.results))
-        finally:
-            log.flush()
-            os._exit(code)
-
-    def poll(self) -> bool:
-        """Return whether every run has a result. Start processes for those that are left after a failure."""
-        self._read()
-        codes = [exit_code(process) for process in self.processes]
-        if None in codes:  # one is still at work
-            has_failed = any(codes)
-            patience = LONGEST_WAIT if has_failed else LONGEST_RUN
-            if time.monotonic() - self.last_result < patience:
-                return False
-            self.end()
-        self._read()
-        if self.runs_left() and len(self.found) == self.found_before:  # the first one ended its process
-            error = f"the process ended with {codes}, or ran {LONGEST_RUN} s"
-            self.found[self.runs_left()[0].name] = {"error": error}
-        if not self.runs_left():
-            return True
-        self.start()
-        return False
-
-    def _read(self) -> None:
-        """Read the results that have come."""
-        for line in self.results.read_text().splitlines():
-            result = json.loads(line)
-            if result["name"] not in self.found:
-                self.found[result["name"]] = result
-                self.last_result = time.monotonic()
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            if isinstance(process, subprocess.Popen):
-                process.wait()
-            else:
-                process.join()
-
-
-def exit_code(process) -> int | None:
-    """Return the exit code of a process, None if it runs."""
-    if isinstance(process, subprocess.Popen):
-        return process.poll()
-    return process.exitcode
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
-
-def cost_of(runs: list[Run]) -> int:
-    return sum(run.cost for run in runs)
-
-
-def divided(runs: list[Run], parts: int) -> list[list[Run]]:
-    """Return the runs in up to `parts` lists of about equal cost."""
-    lists = [[] for _ in range(parts)]
-    for run in sorted(runs, key=lambda run: run.cost, reverse=True):
-        min(lists, key=cost_of).append(run)
-    return [some for some in lists if some]
-
-
-def results_of(workers: list[Worker], jobs: int):
-    """Let up to `jobs` workers at a time make their runs; yield (name of a run, its result) as they end."""
-    waiting = sorted(workers, key=lambda worker: (worker.ranks, cost_of(worker.runs)), reverse=True)
-    active = []
-    seen = set()
-    try:
-        while waiting or active:
-            while waiting and len(active) < jobs:
-                worker = waiting.pop(0)
-                worker.start()
-                active.append(worker)
-            for worker in list(active):
-                if worker.poll():
-                    active.remove(worker)
-                for name in worker.found.keys() - seen:
-                    seen.add(name)
-                    yield name, worker.found[name] | {"log": str(worker.log)}
-            time.sleep(0.05)
-    finally:
-        for worker in active:
-            worker.end()
-
-
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    code = work(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])
+    code = main([Run(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())])
     sys.stdout.flush()
     os._exit(code)  # without clean-up, which gloo's threads and a failed rank can block

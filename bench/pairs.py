@@ -6,9 +6,9 @@
     python bench/pairs.py --part gpu --list              # print the commands of the rows; train nothing
     python bench/pairs.py --page                         # write guide/pairs.md
 
-A row is a command line of train.py. For each way to run the GEMMs ("stack" below) the rows are a covering
-array: every two values of two options stand together in some row, but for those that train.py refuses
-(`REFUSED` in nanote/config.py, and the options that a model file lacks). Three ideas:
+A row is a command line of train.py. For each way to run the GEMMs ("stack" below) every two values of two
+options stand together in some row, but for those that train.py refuses (`REFUSED` in nanote/config.py, and
+the options that a model file lacks). Three ideas:
 
 - A row trains 4 steps, evaluates, saves, and resumes from step 3, which must give step 4 again. Its losses
   and gradient norms are those of the plain row: the same network and data on te_reference, in one process,
@@ -28,29 +28,24 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
-import hashlib
-import itertools
 import json
 import shutil
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
 from bench import pair_refusals
 from bench.pair_rows import (
     OPTIONS,
-    OTHER_CARD,
-    PARTS,
     STACKS,
     Row,
-    Rules,
+    all_pairs,
     allowed_pairs,
     make_corpora,
-    pairs_in,
+    pairs_of,
     rows_of,
     values_of,
 )
-from bench.pair_runs import Run, Worker, cost_of, divided, results_of
+from bench.pair_runs import Run, results_of
 from nanote import config
 from nanote.command import parse, run_command
 
@@ -66,82 +61,33 @@ RESUME_BOUND = 5e-3  # on a GPU, whose sums may have another order; te_reference
 
 # ---------------------------------------------------------------- training
 
-def run_of(row: Row, corpora: str, resumes: bool) -> Run:
-    """Return a row as a run of train.py. Equal rows have equal names."""
-    arguments = row.arguments(corpora)
-    text = f"{row.engine} {row.choice['layout']} {arguments}"
-    is_slow = row.choice["compile"] or row.is_interpreted
-    # te_reference is traced once: tracing again in the resume would take as long
-    resume_arguments = ["--no-compile"] if row.choice["compile"] and row.stack == "te_reference" else []
-    return Run(
-        name=hashlib.sha256(text.encode()).hexdigest()[:12], arguments=arguments, steps=row.place.steps,
-        resumes=resumes, resume_arguments=resume_arguments, cost=5 if is_slow else 1)
-
-
-def process_kind(row: Row) -> str:
-    """Return the kind of process that trains a row: "cpu", "interpreter" or "gpu"."""
-    if row.place.name == "interpreter" and not row.is_interpreted:
-        return "cpu"
-    return row.place.name
-
-
-def make_workers(rows: list[Row], folder: Path, jobs: int) -> list[Worker]:
-    """Return workers for the rows and their plain rows. A worker has rows of one engine, kind of process and
-    number of ranks."""
+def train(rows: list[Row], folder: Path, jobs: int):
+    """Train rows; yield (row, its result, that of its plain row) when both have ended."""
     corpora = f"{folder}/corpora"
     make_corpora(corpora)
-    groups = defaultdict(dict)  # {(engine, kind, ranks): {name: run}}
-
-    def add(row, resumes):
-        run = run_of(row, corpora, resumes)
-        groups[row.engine, process_kind(row), row.ranks].setdefault(run.name, run)
-
-    for row in rows:
-        add(row, resumes=True)
-    for row in rows:
-        add(row.plain(), resumes=False)  # unless it is a row, too
-
-    costs = {}  # in time of processes
-    for key, runs in groups.items():
-        _, _, ranks = key
-        costs[key] = ranks * cost_of(runs.values())
-    workers = []
-    for key, runs in groups.items():
-        engine, kind, ranks = key
-        count = max(1, round(jobs * costs[key] / sum(costs.values())))
-        for some in divided(list(runs.values()), count):
-            workers.append(Worker(engine, kind, ranks, some, folder / f"worker-{len(workers)}"))
-    return workers
-
-
-@dataclass
-class Outcome:
-    """What became of a row."""
-
-    row: Row
-    problems: list[str]
-    differences: list[float]  # from the plain row, of each of COMPARED
-    seconds: float
-
-
-def train(rows: list[Row], folder: Path, jobs: int):
-    """Train rows; yield the outcome of each when its run and that of its plain row have ended."""
-    corpora = f"{folder}/corpora"
+    runs = {}  # {name: run}; equal rows have equal names
     left = []  # (row, name of its run, name of its plain row's)
     for row in rows:
-        name = run_of(row, corpora, resumes=True).name
-        plain_name = run_of(row.plain(), corpora, resumes=False).name
-        left.append((row, name, plain_name))
+        run = run_of(row, corpora, resumes=True)
+        runs[run.name] = run
+    for row in rows:
+        plain = run_of(row.plain(), corpora, resumes=False)
+        runs.setdefault(plain.name, plain)  # unless it is a row, too
+        left.append((row, row.command(corpora), plain.name))
     results = {}
-    for name, result in results_of(make_workers(rows, folder, jobs), jobs):
-        results[name] = result
+    for result in results_of(list(runs.values()), folder, jobs):
+        results[result["name"]] = result
         for entry in list(left):
-            row, own_name, plain_name = entry
-            if own_name in results and plain_name in results:
+            row, name, plain_name = entry
+            if name in results and plain_name in results:
                 left.remove(entry)
-                found, plain = results[own_name], results[plain_name]
-                yield Outcome(
-                    row, problems_of(row, found, plain), differences(found, plain), found.get("seconds", 0))
+                yield row, results[name], results[plain_name]
+
+
+def run_of(row: Row, corpora: str, resumes: bool) -> Run:
+    return Run(
+        name=row.command(corpora), arguments=row.arguments(corpora), environment=row.environment,
+        ranks=row.ranks, steps=row.place.steps, resumes=resumes)
 
 
 # ---------------------------------------------------------------- what is right
@@ -149,9 +95,9 @@ def train(rows: list[Row], folder: Path, jobs: int):
 def problems_of(row: Row, found: dict, plain: dict) -> list[str]:
     """Return what is wrong with the results of a row's run, beside those of its plain row; a line each."""
     if "error" in found:
-        return [f"{found['error']}; its log: {found.get('log')}"]
+        return [f"{found['error']}; its log: {found['log']}"]
     if "error" in plain:
-        return [f"the plain row: {plain['error']}; its log: {plain.get('log')}"]
+        return [f"the plain row: {plain['error']}; its log: {plain['log']}"]
     for records in (found["metrics"], found["resumed"], plain["metrics"]):
         steps = [record["step"] for record in records]
         for step in range(1, row.place.steps + 1):
@@ -169,7 +115,7 @@ def wrong_numbers(row: Row, record: dict, again: dict, expected: dict) -> list[s
     if record["step"] == row.place.steps and row.stack != "te_reference":  # trained again, on a GPU
         resume_bound = RESUME_BOUND
     problems = []
-    for name, bound in zip(COMPARED, BOUNDS[kind_of(row)]):
+    for name, bound in zip(COMPARED, bounds_of(row)):
         if name not in record:
             continue
         where = f"step {record['step']}: {name} {record[name]}"
@@ -180,55 +126,34 @@ def wrong_numbers(row: Row, record: dict, again: dict, expected: dict) -> list[s
     return problems
 
 
-def kind_of(row: Row) -> str:
-    """Return which of BOUNDS a row has."""
+def bounds_of(row: Row) -> tuple:
     if row.choice["dropout"]:
-        return "dropout"
-    return "high precision" if row.choice["fp8_recipe"] == "none" else "FP8"
+        return BOUNDS["dropout"]
+    return BOUNDS["high precision"] if row.choice["fp8_recipe"] == "none" else BOUNDS["FP8"]
 
 
 def is_near(value: float, expected: float, bound: float) -> bool:
     return abs(value - expected) <= bound * abs(expected)
 
 
-def differences(found: dict, plain: dict) -> list[float]:
-    """Return the largest relative difference from the plain row of each of COMPARED."""
-    largest = dict.fromkeys(COMPARED, 0.0)
-    for record, expected in zip(found.get("metrics", []), plain.get("metrics", [])):
-        for name in COMPARED:
-            if name in record:
-                largest[name] = max(largest[name], abs(record[name] / expected[name] - 1))
-    return list(largest.values())
-
-
 # ---------------------------------------------------------------- counting
 
 @dataclass
 class Count:
-    """The pairs of a stack. Each is trained, refused, of a recipe that needs another card, or missing."""
+    """The pairs of a stack: how many are trained or refused, and which are missing."""
 
-    trained: set
+    trained: int
     refused: int
-    other_card: set
-    missing: set
+    missing: list
 
 
-def count_pairs(stack: str, rules: Rules, choices: list[dict]) -> Count:
+def count_pairs(stack: str, choices: list[dict]) -> Count:
     """Count the pairs of a stack. `choices`: those of its rows that were trained, by all parts."""
     values = values_of(stack)
-    number = 0
-    for one, other in itertools.combinations(values.values(), 2):
-        number += len(one) * len(other)
-    allowed = allowed_pairs(values, rules)
-    trained = pairs_in(choices) & allowed
-    left = allowed - trained
-    other_card = {pair for pair in left if stack == "te" and needs_other_card(pair)}
-    return Count(trained, number - len(allowed), other_card, left - other_card)
-
-
-def needs_other_card(pair) -> bool:
-    recipe = dict(pair).get("fp8_recipe")
-    return recipe in OTHER_CARD
+    allowed = allowed_pairs(values)
+    found = set().union(*map(pairs_of, choices))
+    missing = [pair for pair in allowed if pair not in found]
+    return Count(len(allowed) - len(missing), len(all_pairs(values)) - len(allowed), missing)
 
 
 def read_parts(path: Path) -> dict:
@@ -238,8 +163,19 @@ def read_parts(path: Path) -> dict:
 
 def choices_in(report: dict, stack: str) -> list[dict]:
     """Return the choices of a stack that a part has trained."""
-    rows = report.get("rows", {}).get(stack, [])
+    rows = report["rows"].get(stack, [])
     return [dict(zip(values_of(stack), values)) for values in rows]
+
+
+def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) -> None:
+    """Write what a part has trained to the JSON of all parts."""
+    from bench import report
+    rows = {}
+    for stack, choices in trained.items():
+        if choices:
+            rows[stack] = [list(choice.values()) for choice in choices]
+    own = report.row_origin("bench/pairs.py", argv) | {"failed": failed, "rows": rows}
+    report.write_json(path, read_parts(path) | {part: own})
 
 
 def summarize(part: str, own: dict, parts: dict) -> tuple[str, int]:
@@ -248,32 +184,25 @@ def summarize(part: str, own: dict, parts: dict) -> tuple[str, int]:
     own: {stack: choices that this part has trained}. parts: {part: report} of the others.
     """
     from bench.report import markdown
-    rules = Rules()
     rows = []
-    missing = []
+    lines = []
+    missing = 0
     for stack in STACKS:
         if stack == "te_reference" and part != "cpu":
             continue  # the CPU's part trains it everywhere
         choices = list(own.get(stack, []))
         for report in parts.values():
             choices += choices_in(report, stack)
-        count = count_pairs(stack, rules, choices)
-        numbers = (len(count.trained), count.refused, len(count.other_card), len(count.missing))
-        rows.append([stack, *map(str, numbers)])
-        missing += [f"missing: {stack}: {describe(pair)}" for pair in sorted(count.missing, key=repr)]
-
-    lines = []
-    for recipe, reason in parts.get("gpu", {}).get("not_on_this_card", {}).items():
-        lines.append(f"not on this card: --fp8-recipe {recipe}: {reason}")
-    lines += missing[:MISSING_SHOWN]
-    if len(missing) > MISSING_SHOWN:
-        lines.append(f"missing: and {len(missing) - MISSING_SHOWN} more")
-    lines.append(markdown(("GEMMs by", "pairs trained", "refused", "not on this card", "missing"), rows))
-    lines.append(f"missing: {len(missing)}")
-    return "\n".join(lines), len(missing)
+        count = count_pairs(stack, choices)
+        rows.append([stack, str(count.trained), str(count.refused), str(len(count.missing))])
+        lines += [f"missing: {stack}: {as_typed(pair)}" for pair in count.missing[:MISSING_SHOWN]]
+        missing += len(count.missing)
+    lines.append(markdown(("GEMMs by", "pairs trained", "refused", "missing"), rows))
+    lines.append(f"missing: {missing}")
+    return "\n".join(lines), missing
 
 
-def describe(pair) -> str:
+def as_typed(pair) -> str:
     """Return a pair as it is typed, or what stands for it."""
     texts = []
     for name, value in pair:
@@ -290,7 +219,7 @@ def describe(pair) -> str:
 
 @dataclass
 class Options:
-    part: Literal[PARTS] = "cpu"  # cpu: te_reference; gpu: one GPU; gpus: two.
+    part: Literal["cpu", "gpu", "gpus"] = "cpu"  # cpu: te_reference; gpu: one GPU; gpus: two.
     jobs: int = 2  # Processes, or pairs of processes, at a time.
     folder: str | None = None  # Folder of token files, runs and logs; None: out/pairs-<part>, made anew.
     json: str | None = None  # Write the rows that were trained to this file, after each of them.
@@ -308,8 +237,10 @@ def main(argv=None) -> int:
     rows = rows_of(options.part)
     refused = pair_refusals.refused_pairs() if options.part == "cpu" else []
     if options.list:
-        commands = [row.command(corpora) for row in rows] + [pair.command(corpora) for pair in refused]
-        print("\n".join(commands))
+        for row in rows:
+            print(row.command(corpora))
+        for pair in refused:
+            print(pair_refusals.command_of(pair, corpora))
         return 0
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -318,7 +249,7 @@ def main(argv=None) -> int:
         problem = pair_refusals.what_is_wrong(pair, corpora)
         if problem:
             failed += 1
-            print(f"FAILED: {pair.command(corpora)}\n    {problem}")
+            print(f"FAILED: {pair_refusals.command_of(pair, corpora)}\n    {problem}")
     parts = read_parts(Path(options.json) if options.json else JSON)
     parts.pop(options.part, None)
     for name, report in parts.items():
@@ -332,53 +263,26 @@ def main(argv=None) -> int:
     return 1 if failed else 0
 
 
-def page() -> str:
-    """Return the text of guide/pairs.md."""
-    return pair_refusals.page(OPTIONS)
-
-
 def train_rows(rows: list[Row], folder: Path, options: Options, argv: list) -> tuple[dict, int]:
     """Train the rows of a part and print the outcome of each -> ({stack: choices that are right}, failed)."""
     trained = {stack: [] for stack in STACKS}
-    largest = {kind: [0.0] * len(COMPARED) for kind in BOUNDS}
     failed = 0
-    for number, outcome in enumerate(train(rows, folder, options.jobs), 1):
-        row = outcome.row
-        state = "FAILED" if outcome.problems else "trained"
-        command = row.command(f"{folder}/corpora")
-        print(f"{number}/{len(rows)} {state} {outcome.seconds} s: {command}", flush=True)
-        for problem in outcome.problems:
-            print(f"    {problem}", flush=True)
-        if outcome.problems:
+    for number, (row, found, plain) in enumerate(train(rows, folder, options.jobs), 1):
+        problems = problems_of(row, found, plain)
+        if problems:
             failed += 1
         else:
             trained[row.stack].append(row.choice)
-        kind = kind_of(row)
-        largest[kind] = list(map(max, largest[kind], outcome.differences))
+        state = "FAILED" if problems else "trained"
+        print("\n    ".join([f"{number}/{len(rows)} {state}: {found['name']}", *problems]), flush=True)
         if options.json:
             write_part(Path(options.json), options.part, trained, failed, argv)
-    for kind, values in largest.items():
-        figures = []
-        for name, value, bound in zip(COMPARED, values, BOUNDS[kind]):
-            figures.append(f"{name} {value:.2%} (bound {bound:.1%})")
-        print(f"largest difference from the plain rows, {kind}: {', '.join(figures)}")
     return trained, failed
 
 
-def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) -> None:
-    """Write what a part has trained to the JSON of all parts."""
-    from bench import report
-    from nanote import recipes
-    reasons = {}
-    if recipes.HAS_TE:
-        reasons = {recipe: recipes.unsupported_reason(recipe) for recipe in OTHER_CARD}
-    rows = {}
-    for stack, choices in trained.items():
-        if choices:
-            rows[stack] = [list(choice.values()) for choice in choices]
-    origin = report.Rows(None, (), "bench/pairs.py", argv).origin
-    content = {**origin, "failed": failed, "not_on_this_card": reasons, "rows": rows}
-    report.write_json(path, read_parts(path) | {part: content})
+def page() -> str:
+    """Return the text of guide/pairs.md."""
+    return pair_refusals.page(OPTIONS)
 
 
 if __name__ == "__main__":

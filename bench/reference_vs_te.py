@@ -103,7 +103,8 @@ def tensor_case(rng):
     fp8 = rng.choice(list(FP8))
     dtype = rng.choice(list(TE_DTYPE))
     recipe = rng.choice([*TENSOR_RECIPES, *BLOCK_RECIPES])
-    rows, columns = 16 * rng.randint(1, 40), 16 * rng.randint(1, 40)
+    rows = 16 * rng.randint(1, 40)
+    columns = 16 * rng.randint(1, 40)
     case = f"{recipe}, {fp8}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
     if recipe in BLOCK_RECIPES:
@@ -179,7 +180,8 @@ def norm_case(rng):
     norm = rng.choice(NORMS)
     zero_centered = rng.random() < 0.5
     delayed = rng.random() < 0.5
-    rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
+    rows = 16 * rng.randint(8, 64)
+    columns = 16 * rng.randint(4, 128)
     recipe = "delayed" if delayed else "current"
     case = f"{norm}, zero_centered_gamma={zero_centered}, {recipe}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
@@ -250,10 +252,12 @@ def backward(side, x, out, grad):
 
 def train_step(te_side, ref_side, x):
     """Run a forward and a backward pass of both; return the results of each."""
-    their_x, our_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    their_x = x.clone().requires_grad_()
+    our_x = x.clone().requires_grad_()
     te_side.module.zero_grad()
     ref_side.module.zero_grad()
-    theirs, ours = forward(te_side, their_x), forward(ref_side, our_x)
+    theirs = forward(te_side, their_x)
+    ours = forward(ref_side, our_x)
     grad = torch.randn_like(theirs) * 1e-3
     return backward(te_side, their_x, theirs, grad), backward(ref_side, our_x, ours, grad)
 
@@ -285,7 +289,9 @@ def give_same_weights(module, other):
 def module_case(rng):
     """Run a random module for four steps in both, and compare outputs, gradients and FP8 state."""
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
-    hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
+    hidden = 128 * rng.randint(1, 6)
+    ffn = 128 * rng.randint(1, 6)
+    tokens = 128 * rng.randint(1, 4)
     name = rng.choice(list(MODULES))
     options = {"bias": rng.random() < 0.7, "params_dtype": dtype}
     for argument, values in MODULES[name].items():
@@ -303,7 +309,8 @@ def module_case(rng):
         has_first_scales = is_delayed and step == 0  # they are 1, and most gradients subnormal
         if not has_first_scales:
             for key in theirs:
-                expected, found = theirs[key].float(), ours[key].float()
+                expected = theirs[key].float()
+                found = ours[key].float()
                 error = ((expected - found).norm() / expected.norm()).item()
                 kind = "output" if key == "y" else "gradients"
                 record(f"{name}: {kind}", error, bound, f"{key} of {case}")
@@ -313,7 +320,8 @@ def module_case(rng):
 
 def compare_fp8_state(theirs, ours, case):
     for key in ("scaling_fwd", "scaling_bwd"):
-        expected, found = theirs.fp8_meta[key], ours.fp8_meta[key]
+        expected = theirs.fp8_meta[key]
+        found = ours.fp8_meta[key]
         compare("histories", found.amax_history, expected.amax_history, case)
         compare("scales", found.scale, expected.scale, case)
 

@@ -99,19 +99,31 @@ def git(*arguments: str) -> str | None:
         return None
 
 
-def write_report(program, argv, figures, path=None) -> dict:
-    """Return `figures` with machine, versions, date, command and commit before them; write it to `path` if
-    given."""
-    result = {
-        "machine": recipes.describe(),
-        "cpu": cpu_name(),
+def origin(program, argv) -> dict:
+    """Return what all results record: the version of PyTorch, date, command and commit."""
+    return {
         "torch": torch.__version__,
-        "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "command": command_line(program, argv),
         "commit": commit(),
-        **figures,
     }
+
+
+def row_origin(program, argv) -> dict:
+    """Return what each row of measurements records."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
+        "te": "te_reference" if recipes.IS_REFERENCE else TE_VERSION,
+        **origin(program, argv),
+    }
+
+
+def write_report(program, argv, figures, path=None) -> dict:
+    """Return `figures` with machine, versions, date, command and commit before them; write it to `path` if
+    given."""
+    machine = {"machine": recipes.describe(), "cpu": cpu_name(), "python": platform.python_version()}
+    result = machine | origin(program, argv) | figures
     if path:
         write_json(path, result)
     return result
@@ -128,15 +140,7 @@ class Rows(list):
     def __init__(self, path, keys, program, argv):
         self.path = path
         self.keys = keys
-        self.origin = {
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
-            "torch": torch.__version__,
-            "te": "te_reference" if recipes.IS_REFERENCE else TE_VERSION,
-            "date": datetime.date.today().isoformat(),
-            "command": command_line(program, argv),
-            "commit": commit(),
-        }
+        self.origin = row_origin(program, argv)
         check_output(path)
         try:
             if path and path.exists():

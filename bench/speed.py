@@ -17,38 +17,14 @@ from functools import partial
 
 import torch
 
-from bench.measure import LR, Agreement, Timing, attempt, error_text, timed
+from bench.measure import LR, Agreement, Timing, attempt, error_text, measure_arm, timed
+from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.report import Rows, markdown
 from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config
 from nanote import models, recipes
 from nanote.config import PRESETS
 
 ROW_KEYS = ("shape", "block", "arm")
-ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
-MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
-GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
-TABLE_MODELS = ("optimized", "fused", "custom")
-TABLE_FORMATS = ("bf16", "fp8-e4m3", "fp8")
-FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
-           "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
-STACK = {  # what is added to the bar before -> arm
-    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
-    "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
-    "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
-}
-WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  # per step
-SWEEP_STEPS = 8  # timed, of each arm
-COMPILE_RECIPES = ("none", "current", "delayed", "block")
-COMPILE_MODES = {  # row of the table -> options of train.py
-    "cuda-graph": dict(cuda_graph="auto"),
-    "eager": {},
-    "default": dict(compile=True),
-    "fullgraph": dict(compile=True, compile_fullgraph=True),
-    "reduce-overhead": dict(compile=True, compile_mode="reduce-overhead"),
-    "max-autotune": dict(compile=True, compile_mode="max-autotune"),
-    "max-autotune-no-cudagraphs": dict(compile=True, compile_mode="max-autotune-no-cudagraphs"),
-}
 
 
 def measure_shape(labels, config, arms, timing, rows):
@@ -61,7 +37,7 @@ def measure_shape(labels, config, arms, timing, rows):
         arms.remove("plain")
         arms.insert(0, "plain")
     for arm in arms:
-        figures, training = attempt(arm, config, timing, plain, agreement)
+        figures, training = attempt(measure_arm, arm, config, timing, plain, agreement)
         if arm == "plain":
             plain = training
         del training  # or its memory would be taken while the next arm is measured
@@ -71,6 +47,12 @@ def measure_shape(labels, config, arms, timing, rows):
 def numerics_failed(rows) -> int:
     """Return the exit code: 1 if an arm did not compute what the others did."""
     return int(any("numerics" in row.get("error", "") for row in rows))
+
+
+# ---------------------------------------------------------------- shapes
+
+ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
+MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 
 
 def default_arms(name, shape) -> tuple:
@@ -110,6 +92,13 @@ def run_shapes(options, device, argv) -> int:
 
 # ---------------------------------------------------------------- models and formats
 
+GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
+TABLE_MODELS = ("optimized", "fused", "custom")
+TABLE_FORMATS = ("bf16", "fp8-e4m3", "fp8")
+FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
+           "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
+
+
 def default_table_arms() -> list[str]:
     """Return the arms of the table: each model in each format that this GPU has."""
     formats = list(TABLE_FORMATS)
@@ -146,15 +135,23 @@ def run_formats(options, device, argv) -> int:
     return numerics_failed(rows)
 
 
+def split_arm(arm: str) -> tuple[str, str]:
+    """Return an arm without its model, and the model: ("fp8-e4m3", "custom") of "fp8-e4m3-custom"."""
+    words = arm.split("-")
+    model = "optimized"
+    for word in words:
+        if word in models.MODELS:
+            model = word
+    return "-".join(word for word in words if word != model), model
+
+
 def formats_table(rows) -> str:
     """Return the table of models and formats: ms of forward, backward, both, and the training step."""
     found = {}  # {model: {arm without its model: row}}
     for row in rows:
-        words = row["arm"].split("-")
-        if "error" in row or words[0] not in ("bf16", "fp8"):
+        if "error" in row or row["arm"] in PLAIN_ARMS:
             continue
-        model = next((word for word in words if word in models.MODELS), "optimized")
-        arm = "-".join(word for word in words if word != model)
+        arm, model = split_arm(row["arm"])
         total_ms = None
         if "forward_ms" in row:
             total_ms = row["forward_ms"] + row["backward_ms"]
@@ -179,7 +176,14 @@ def ratio(a, b) -> float | None:
     return a / b if a and b else None
 
 
-# ---------------------------------------------------------------- the stack and the two maps
+# ---------------------------------------------------------------- the stack
+
+STACK = {  # what is added to the bar before -> arm; bench/pictures.py draws the line breaks
+    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
+    "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
+    "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
+}
+
 
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
@@ -189,8 +193,25 @@ def run_stack(options, device, argv):
     timing = Timing(device, options.steps)
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
-        figures, _ = attempt(arm, config, timing, agreement=agreement)
+        figures, _ = attempt(measure_arm, arm, config, timing, agreement=agreement)
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
+
+
+# ---------------------------------------------------------------- two maps: --sweep, --compile
+
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  # per step
+SWEEP_STEPS = 8  # timed, of each arm
+COMPILE_RECIPES = ("none", "current", "delayed", "block")
+COMPILE_MODES = {  # row of the table -> options of train.py
+    "cuda-graph": dict(cuda_graph="auto"),
+    "eager": {},
+    "default": dict(compile=True),
+    "fullgraph": dict(compile=True, compile_fullgraph=True),
+    "reduce-overhead": dict(compile=True, compile_mode="reduce-overhead"),
+    "max-autotune": dict(compile=True, compile_mode="max-autotune"),
+    "max-autotune-no-cudagraphs": dict(compile=True, compile_mode="max-autotune-no-cudagraphs"),
+}
 
 
 def measure_rows(measure_one, keys: dict, options, argv):
@@ -223,7 +244,7 @@ def measure_width(width, tokens, device) -> dict:
     row = {}
     for name, suffix in (("eager", "-eager"), ("graph", "")):
         for arm in (f"bf16{suffix}", f"fp8{suffix}"):
-            figures, _ = attempt(arm, config, timing, agreement=agreement)
+            figures, _ = attempt(measure_arm, arm, config, timing, agreement=agreement)
             row[f"{arm}_ms"] = figures.get("ms")
             if "error" in figures:
                 row["error"] = figures["error"]

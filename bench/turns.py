@@ -24,54 +24,13 @@ from bench.report import write_report
 TURNS = 5
 STEPS = 30  # in each turn
 
-WORKER = r"""
-import dataclasses, json, sys, types
-import torch
-answers, sys.stdout = sys.stdout, sys.stderr
-case, steps = sys.argv[1], int(sys.argv[2])
-from bench.measure import timed
-from nanote import parallel
-parallel.start()
-device = torch.device("cuda", parallel.rank())
-torch.cuda.set_device(device)
-
-def functions_of(case):
-    if case == "loops":
-        from bench import minimal
-        torch.manual_seed(0)
-        options = minimal.Options()
-        loops = {"readme": minimal.readme_loop, "example": minimal.example_loop, "fast": minimal.fast_loop}
-        made = {name: make(options, device) for name, make in loops.items()}
-        return made | {"fast_eager": minimal.fast_loop(options, device, graphed=False)}
-    from bench import step as parts
-    arm, shape = case.split(":")
-    layout = arm if arm in ("ddp", "fsdp") else "ddp"
-    config = parts.make_config(parts.SHAPES[shape], device)
-    config = parts.arm_config("fp8" if arm == layout else arm, config)
-    config = dataclasses.replace(config, parallel=layout)
-    batches = parts.make_batches(config, device)
-    make = getattr(parts, "Training", None) or parts.Step
-    step = make(config, device, batches)
-    return {case: lambda: step(batches, 1e-5)[0]}
-
-functions = functions_of(case)
-losses = {}
-for name, function in functions.items():
-    for _ in range(10):
-        loss = function()
-    losses[name] = loss.item()
-print(json.dumps(losses), file=answers, flush=True)
-for line in sys.stdin:
-    times = {name: timed([function] * steps, device)[1:] for name, function in functions.items()}
-    print(json.dumps(times), file=answers, flush=True)
-"""
-
 
 class Side:
     """The processes of one checkout: one, or one for each of two GPUs."""
 
     def __init__(self, tree: Path, case: str):
-        self.tree, self.workers = tree, []
+        self.tree = tree
+        self.workers = []
         count = 2 if case.startswith(("ddp:", "fsdp:")) else 1
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -82,9 +41,9 @@ class Side:
             if count > 1:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            command = [sys.executable, "-c", WORKER, case, str(STEPS)]
-            pipes = dict(text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self.workers.append(subprocess.Popen(command, cwd=tree, env=environment, **pipes))
+            command = [sys.executable, str(ROOT / "bench/turns_worker.py"), case, str(STEPS)]
+            self.workers.append(subprocess.Popen(
+                command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
     def answers(self) -> list[dict]:
         """Return what each process prints next."""

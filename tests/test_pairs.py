@@ -47,25 +47,16 @@ def test_every_pair_trains_on_two_gpus(tmp_path):
 
 @pytest.mark.parametrize("stack", pair_rows.STACKS)
 def test_the_rows_have_every_pair_that_is_not_refused(stack):
-    rules = pair_rows.Rules()
-    choices = pair_rows.covering_array(stack, rules)
-    assert all(rules.allows(choice) for choice in choices)
+    choices = pair_rows.covering_choices(stack)
+    assert all(pair_rows.is_allowed(choice) for choice in choices)
     assert len(choices) < 45
-    assert not pairs.count_pairs(stack, rules, choices).missing
-    assert pairs.count_pairs(stack, rules, choices[1:]).missing, "no row is without use"
+    assert not pairs.count_pairs(stack, choices).missing
+    assert pairs.count_pairs(stack, choices[:-1]).missing, "each row has a pair that those before it lack"
 
     slow = [choice for choice in choices if choice["compile"] and choice["layout"] != "one process"]
     assert len(slow) <= 1
-    for options in pair_rows.MORE_THAN_PAIRS:
-        assert any(options.items() <= choice.items() for choice in choices)
-
-
-def test_a_pair_that_needs_another_card_is_counted_apart():
-    count = pairs.count_pairs("te", pair_rows.Rules(), [])
-    assert not count.trained
-    assert count.refused > 0
-    assert all(pairs.needs_other_card(pair) for pair in count.other_card)
-    assert not any(pairs.needs_other_card(pair) for pair in count.missing)
+    sharded = dict(layout="fsdp", fp8_recipe="none", bias=True)
+    assert any(sharded.items() <= choice.items() for choice in choices)
 
 
 def test_the_page_is_that_of_the_code():
@@ -74,21 +65,19 @@ def test_the_page_is_that_of_the_code():
 
 def test_the_rows_of_a_part_are_read_by_the_others(tmp_path):
     path = tmp_path / "pairs.json"
-    rules = pair_rows.Rules()
-    choices = pair_rows.covering_array("model_te_fast", rules)
     for part in ("gpu", "gpus"):
-        some = [choice for choice in choices if pair_rows.part_of(choice) == part]
-        pairs.write_part(path, part, {"model_te_fast": some, "te": []}, 0, [])
+        choices = [row.choice for row in pair_rows.rows_of(part) if row.stack == "model_te_fast"]
+        pairs.write_part(path, part, {"model_te_fast": choices, "te": []}, 0, [])
 
     parts = pairs.read_parts(path)
     assert {"gpu", "driver", "torch", "te", "date", "command"} <= parts["gpu"].keys()
     found = []
     for report in parts.values():
         found += pairs.choices_in(report, "model_te_fast")
-    count = pairs.count_pairs("model_te_fast", rules, found)
+    count = pairs.count_pairs("model_te_fast", found)
     assert not count.missing
     text, _ = pairs.summarize("gpu", {}, parts)
-    assert f"| model_te_fast | {len(count.trained)} " in text
+    assert f"| model_te_fast | {count.trained} " in text
 
 
 # ---------------------------------------------------------------- what is noticed
@@ -96,7 +85,7 @@ def test_the_rows_of_a_part_are_read_by_the_others(tmp_path):
 @pytest.fixture(scope="module")
 def row():
     """A row of two steps, in FP8 without dropout."""
-    row = pair_rows.interpreted_rows(pair_rows.Rules())[0]
+    row = pair_rows.interpreted_rows()[0]
     assert row.choice["fp8_recipe"] == "delayed" and row.choice["dropout"] == 0
     return row
 
@@ -133,7 +122,7 @@ def test_a_row_that_fails_or_ends_early_is_noticed(row):
 def test_a_pair_that_trains_is_not_refused(tmp_path):
     corpora = str(tmp_path)
     pair_rows.make_corpora(corpora)
-    trains = pair_refusals.RefusedPair((("bias", True), ("dropout", 0.1)), "")
+    trains = {"bias": True, "dropout": 0.1}
     assert pair_refusals.what_is_wrong(trains, corpora).startswith("code 0, and must be 2")
-    refused = pair_refusals.RefusedPair((("cuda_graph", "on"), ("compile", True)), "")
+    refused = {"cuda_graph": "on", "compile": True}
     assert pair_refusals.what_is_wrong(refused, corpora) == ""

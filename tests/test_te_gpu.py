@@ -20,6 +20,8 @@ if torch.cuda.is_available():
     from transformer_engine.common import recipe as te_recipe
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
+    from bench.reference_vs_te import give_same_weights
+
 FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # TE's name: PyTorch's type
 
 
@@ -131,16 +133,6 @@ RECIPES = {  # functions of the module that has TE's recipes, or te_reference's
 def make_module(library, name):
     class_name, sizes, arguments = MODULES[name]
     return getattr(library, class_name)(*sizes, **arguments, params_dtype=torch.bfloat16)
-
-
-def give_same_weights(module, other):
-    """Give both modules the weights of the first one, with random biases and norms."""
-    weights = {}
-    for name, value in module.state_dict().items():
-        if "extra" not in name:
-            weights[name] = value + 0.1 * torch.randn_like(value) if value.dim() == 1 else value
-    module.load_state_dict(weights, strict=False)
-    other.load_state_dict(weights, strict=False)
 
 
 def forward(library, module, recipe, x, way, step):
