@@ -50,11 +50,11 @@ from nanote import checkpoint, models, recipes, training_state
 from nanote.command import parse, run_command
 from nanote.config import TrainConfig
 from nanote.ddp import make_gradients
-from nanote.evaluation import validate
+from nanote.evaluation import validation_loss
+from nanote.loader import Loader
 from nanote.optimizers import make_optimizer
 from nanote.parallel import Ranks
 from nanote.schedule import learning_rate
-from nanote.tokens import Loader
 
 BASELINE = "bf16"
 ARMS = {  # {name: options of train.py}
@@ -149,7 +149,7 @@ def is_complete(part: Part) -> bool:
 
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr,
-                  warmup_steps=options.warmup_steps)
+                  warmup_steps=options.warmup_steps, eval_tokens=options.eval_tokens)
     return TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
 
 
@@ -180,7 +180,9 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
         load_state(checkpoint.latest(source), model, optimizer)
         if recipes.uses_delayed_scaling(model):
             recipes.find_first_scales(model, loader.batches(next_step)[0].inputs, config.grad_accum)
-    functions = train.make_step(config, model, optimizer, gradients, device)
+    functions = train.make_step(config, model, optimizer, gradients)
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
+        functions = train.with_cuda_graphs(functions, model, optimizer)
 
     pending = []  # losses on the device
     times = [time.monotonic()]
@@ -202,10 +204,12 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     }
     if step == part.last:
         val_loader = Loader(config, "val", Ranks(), device)
-        meta |= validate(model, val_loader, options.eval_tokens, config.compile, without_fp8=True)
-    checkpoints = checkpoint.Checkpoints(part.folder, keep=1)
-    checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
-    checkpoints.finish()
+        meta["val_loss"] = validation_loss(config, model, val_loader)
+        if recipes.uses_fp8(model):
+            with recipes.turned_off(model):
+                meta["val_loss_without_fp8"] = validation_loss(config, model, val_loader)
+    with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
+        checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
 
 
 def ms_of_chunks(times: list[float]) -> list[float]:
