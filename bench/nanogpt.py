@@ -113,6 +113,37 @@ class NanoGPT(torch.nn.Module):
         return logits if labels is None else loss
 
 
+NAMES = {  # parameter of the kit: of nanoGPT
+    "wte.weight": "transformer.wte.weight",
+    "wpe.weight": "transformer.wpe.weight",
+    "lm_head.layer_norm_weight": "transformer.ln_f.weight",
+    "lm_head.layer_norm_bias": "transformer.ln_f.bias",
+}
+NAMES_IN_BLOCK = {
+    "attn.qkv.layer_norm_weight": "ln_1.weight",
+    "attn.qkv.layer_norm_bias": "ln_1.bias",
+    "attn.qkv.weight": "attn.c_attn.weight",
+    "attn.qkv.bias": "attn.c_attn.bias",
+    "attn.proj.weight": "attn.c_proj.weight",
+    "attn.proj.bias": "attn.c_proj.bias",
+    "mlp.layer_norm_weight": "ln_2.weight",
+    "mlp.layer_norm_bias": "ln_2.bias",
+    "mlp.fc1_weight": "mlp.c_fc.weight",
+    "mlp.fc1_bias": "mlp.c_fc.bias",
+    "mlp.fc2_weight": "mlp.c_proj.weight",
+    "mlp.fc2_bias": "mlp.c_proj.bias",
+}
+
+
+def names_of_kit(n_layer: int) -> dict[str, str]:
+    """Return {parameter of NanoGPT: parameter of the kit's GPT-2}. Both have the same shapes."""
+    names = {f"gpt.{name}": kit for kit, name in NAMES.items()}
+    for layer in range(n_layer):
+        for kit, name in NAMES_IN_BLOCK.items():
+            names[f"gpt.transformer.h.{layer}.{name}"] = f"blocks.{layer}.{kit}"
+    return names
+
+
 def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTTraining:
     """Make nanoGPT's training. config: train.py's options, whose optimizer settings are those of nanoGPT.
 

@@ -1,0 +1,451 @@
+"""What does FP8 cost? Pairs of runs that begin with the same weights and train on the same batches.
+
+    python data.py packages --tokenizer r50k_base
+    python bench/paired.py --arms fp8 --seeds 1 2 3 4       # whole runs, from random weights
+    python bench/paired.py --arms fp8 --start 0.75          # the last quarter, from BF16's checkpoint
+    python bench/paired.py --arms fp8 --stop 0.25 --end 1   # FP8 in the first quarter, then BF16
+    NANOGPT=nanoGPT python bench/paired.py --arms nanogpt   # the folder of a checkout
+
+Single runs scatter by 1 % of the loss, mostly by their first weights and the order of their batches. A pair
+has both in common, so the difference of two losses scatters less; that of the training losses, which are
+means over many steps on the same batches, least.
+
+A run consists of parts. Each loads the state that the part before it saved, weights and moments:
+
+    initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
+
+The run that an arm is compared with is BF16 in all parts. The kit's arms train with train.py's own step. So
+does nanoGPT, in float32 weights under BF16 autocast: its weights and moments are the kit's under other names.
+The learning rate is that of the whole run of --tokens, of which `start`, `stop` and `end` are fractions.
+
+Each GPU trains some of the seeds. After --minutes a run saves its state, and the same command continues it.
+The JSON has a record per run, with the loss of each step, and from all of them `pairs`: differences, their
+95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of BF16.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+
+import train
+from bench.nanogpt import names_of_kit
+from bench.report import check_output, command_line, commit, markdown, write_json
+from bench.step import free
+from nanote import checkpoint, models, recipes, training_state
+from nanote.command import parse, run_command
+from nanote.config import TrainConfig
+from nanote.ddp import make_gradients
+from nanote.evaluation import validation_loss
+from nanote.loader import Loader
+from nanote.optimizers import make_optimizer
+from nanote.parallel import Ranks
+from nanote.schedule import learning_rate
+
+BASELINE = "bf16"
+ARMS = {  # {name: options of train.py}
+    "bf16": dict(fp8_recipe="none"),
+    "fp8": {},
+    "fp8-current": dict(fp8_recipe="current"),
+    "fp8-block": dict(fp8_recipe="block"),
+    "fp8-e4m3": dict(fp8_format="E4M3"),
+    "fp8-history-1": dict(fp8_amax_history_len=1),
+    "fp8-history-16": dict(fp8_amax_history_len=16),
+    "fp8-head-bf16": dict(fp8_lm_head=False),
+    "fp8-first-bf16": dict(fp8_skip_first=1),
+    "fp8-last-bf16": dict(fp8_skip_last=1),
+    "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
+}
+MODERN = dict(
+    activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
+SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tiny` 512
+    "124m": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2),
+    "modern": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | MODERN,
+    "350m": dict(preset="gpt2-350m", micro_batch_size=32, grad_accum=4),
+    "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2),
+}
+CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
+# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+
+
+@dataclass
+class Options:
+    arms: list[Literal[tuple(ARMS)]] = field(default_factory=lambda: ["fp8"])  # Compared with bf16.
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    size: Literal[tuple(SIZES)] = "124m"
+    tokens: float = 45e6  # Of a whole run.
+    start: float = 0.0  # Where an arm begins, as a fraction of the run.
+    stop: float = 1.0  # Where it stops.
+    end: float | None = None  # Where the run ends. None: at --stop.
+    lr: float = 1.2e-3  # Peak learning rate.
+    warmup_steps: int = 100
+    eval_tokens: int = 2_000_000
+    minutes: float = math.inf  # Save and stop after so long; the same command continues.
+    data: str = "data/packages-r50k_base"  # Folder of token files.
+    out_dir: Path = Path("out/paired")  # Folder of the runs' states.
+    json: Path = Path("results/paired.json")  # Read and written.
+    only_train: bool = False  # Write no JSON.
+
+    @property
+    def tokens_per_step(self) -> int:
+        config = TrainConfig(**SIZES[self.size])
+        return config.grad_accum * config.micro_batch_size * config.seq_len
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.tokens / self.tokens_per_step)
+
+    def step_at(self, fraction: float) -> int:
+        return round(fraction * self.steps)
+
+
+# ---------------------------------------------------------------- the parts of a run
+
+@dataclass(frozen=True)
+class Part:
+    """Steps `first` to `last` of a run, trained as one arm. Steps 1 to 0: the initial weights."""
+
+    arm: str
+    first: int
+    last: int
+    folder: Path  # of its checkpoints, inside that of the part before it
+
+
+def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
+    """Return the parts of a run, without those that have no step."""
+    start, stop, end = options.step_at(options.start), options.step_at(options.stop), end_step(options)
+    folder = options.out_dir / f"{options.size}-{options.steps}steps-seed{seed}"
+    parts = [Part(BASELINE, 1, 0, folder)]
+    for name, first, last in ((BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end)):
+        if first <= last:
+            folder = folder / f"{name}-{first}-{last}"
+            parts.append(Part(name, first, last, folder))
+    return parts
+
+
+def end_step(options: Options) -> int:
+    return options.step_at(options.stop if options.end is None else options.end)
+
+
+def is_complete(part: Part) -> bool:
+    newest = checkpoint.latest(part.folder)
+    return newest is not None and checkpoint.step_of(newest) == part.last
+
+
+def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
+    fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr,
+                  warmup_steps=options.warmup_steps, eval_tokens=options.eval_tokens)
+    return TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
+
+
+def train_part(options: Options, seed: int, part: Part, source: Path | None, deadline: float) -> None:
+    """Train the steps of a part that are missing, until the deadline, and save its state.
+
+    source: folder of the part before it, None for initial weights. deadline: of time.monotonic().
+    """
+    config = config_of(options, part.arm, seed)
+    device = models.pick_device(config.device)
+    loader = Loader(config, "train", Ranks(), device)
+    train.fit_to_data(config, loader.meta, resumed_meta={})
+    torch.manual_seed(seed)
+    model = train.build_model(config, device)
+    if config.compile:
+        model.compile()
+    optimizer = make_optimizer(model, config)
+    gradients = make_gradients(model, config.grad_accum)
+
+    trained = {"losses": [], "ms_per_step": []}  # so far, of this part
+    next_step = part.first
+    unfinished = checkpoint.latest(part.folder)
+    if unfinished is not None:
+        checkpoint.load(unfinished, model, optimizer)
+        trained = checkpoint.read_meta(unfinished)
+        next_step = trained["step"] + 1
+    elif source is not None:
+        load_state(checkpoint.latest(source), model, optimizer)
+        if recipes.uses_delayed_scaling(model):
+            recipes.find_first_scales(model, loader.batches(next_step)[0].inputs, config.grad_accum)
+    functions = train.make_step(config, model, optimizer, gradients)
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
+        functions = train.with_cuda_graphs(functions, model, optimizer)
+
+    pending = []  # losses on the device
+    times = [time.monotonic()]
+    step = next_step - 1
+    while step < part.last and times[-1] < deadline:
+        step += 1
+        optimizer.set_lr(learning_rate(step, config))
+        loss = train.run_micro_batches(functions.forward_backward, loader.batches(step))
+        functions.update()
+        pending.append(loss)
+        if step % CHUNK == 0 or step == part.last:
+            loss.item()  # waits for the GPU
+            times.append(time.monotonic())
+    meta = {
+        "losses": trained["losses"] + [loss.item() for loss in pending],
+        "ms_per_step": trained["ms_per_step"] + ms_of_chunks(times),
+        "machine": recipes.describe(),
+        "commit": commit(),
+    }
+    if step == part.last:
+        val_loader = Loader(config, "val", Ranks(), device)
+        meta["val_loss"] = validation_loss(config, model, val_loader)
+        if recipes.uses_fp8(model):
+            with recipes.turned_off(model):
+                meta["val_loss_without_fp8"] = validation_loss(config, model, val_loader)
+    with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
+        checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
+
+
+def ms_of_chunks(times: list[float]) -> list[float]:
+    """Return ms per step of each whole chunk but the first two, which capture graphs or compile."""
+    spans = [1e3 * (end - start) / CHUNK for start, end in zip(times, times[1:])]
+    return spans[2:-1]
+
+
+def load_state(folder: Path, model, optimizer) -> None:
+    """Load weights and moments of a checkpoint, of the kit's model or of nanoGPT, into one or the other."""
+    stored = checkpoint.read_tensors(folder, ("model.", "optimizer."))
+    needed = training_state.weights_of(model)
+    kit_names = names_of_kit(model.config.n_layer)
+    nanogpt_names = {kit: name for name, kit in kit_names.items()}
+    renamed = {}
+    for stored_name, tensor in stored.items():
+        name = training_state.parameter_name(stored_name)
+        if name not in needed:
+            stored_name = stored_name.replace(name, (kit_names | nanogpt_names)[name])
+        renamed[stored_name] = tensor
+    with torch.no_grad():
+        training_state.load_weights(model, renamed)
+        groups = checkpoint.read_meta(folder)["optimizer_groups"]
+        training_state.load_optimizer(optimizer, model, renamed, groups)
+
+
+# ---------------------------------------------------------------- all runs, on all GPUs
+
+def train_seeds(options: Options) -> bool:
+    """Train the runs of all seeds on one device. Return whether they are complete before the deadline."""
+    deadline = time.monotonic() + 60 * options.minutes
+    for seed in options.seeds:
+        for arm in (BASELINE, *options.arms):
+            source = None
+            for part in parts_of_run(options, arm, seed):
+                if not is_complete(part):
+                    if time.monotonic() >= deadline:
+                        return False
+                    train_part(options, seed, part, source, deadline)
+                    free()
+                    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
+                if not is_complete(part):
+                    return False
+                source = part.folder
+            print(f"{options.size} seed {seed} {arm}: done", flush=True)
+    return True
+
+
+def visible_gpus() -> list[str]:
+    """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        return visible.split(",")
+    return [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
+
+
+def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
+    """Train each GPU's share of the seeds in a process of its own. Return whether all are complete."""
+    gpus = visible_gpus()
+    if len(gpus) == 1 or len(options.seeds) == 1:
+        return train_seeds(options)
+    processes = []
+    for i, gpu in enumerate(gpus):
+        seeds = [str(seed) for seed in options.seeds[i::len(gpus)]]
+        if seeds:
+            command = [sys.executable, __file__, *argv, "--seeds", *seeds, "--only-train"]
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+            processes.append(subprocess.Popen(command, env=environment))
+    codes = [process.wait() for process in processes]
+    return all(code == 0 for code in codes)
+
+
+# ---------------------------------------------------------------- what they show
+
+def run_record(options: Options, arm: str, seed: int) -> dict:
+    """Return the record of a complete run for the JSON."""
+    losses = []
+    ms_per_step = []
+    for part in parts_of_run(options, arm, seed):
+        meta = checkpoint.read_meta(checkpoint.latest(part.folder))
+        losses += meta["losses"]
+        if part.arm == arm:
+            ms_per_step += meta["ms_per_step"]
+    return {
+        "size": options.size, "arm": arm, "seed": seed, "steps": options.steps,
+        "tokens": options.steps * options.tokens_per_step,
+        "start": options.start, "stop": options.stop, "end": end_step(options),
+        "ms": statistics.median(ms_per_step) if ms_per_step else None,
+        "losses": [round(loss, 6) for loss in losses], "val_loss": meta["val_loss"],
+        "val_loss_without_fp8": meta.get("val_loss_without_fp8"),
+        "machine": meta["machine"], "commit": meta["commit"]}
+
+
+PAIR = ("size", "tokens", "start", "stop", "end")  # what the runs of a pair have in common, with the seed
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """Return a row per arm, size, number of tokens and window: the mean differences from BF16 over the seeds,
+    in nats, with their 95 % intervals."""
+    baselines = {}
+    for run in runs:
+        if run["arm"] == BASELINE:
+            baselines[pair_of(run)] = run
+    pairs = {}
+    for run in runs:
+        baseline = baselines.get(pair_of(run))
+        if run["arm"] != BASELINE and baseline is not None:
+            key = (run["arm"], *(run[name] for name in PAIR))
+            pairs.setdefault(key, []).append((run, baseline))
+    rows = []
+    for (arm, *fields), of_arm in pairs.items():
+        training = [training_loss(run) - training_loss(baseline) for run, baseline in of_arm]
+        validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in of_arm]
+        loss = statistics.mean(training_loss(baseline) for _, baseline in of_arm)
+        rows.append({
+            "arm": arm, **dict(zip(PAIR, fields)), "seeds": len(of_arm), "baseline_training_loss": loss,
+            "training": statistics.mean(training), "training_interval": interval_of(training),
+            "training_percent": 100 * statistics.mean(training) / loss,
+            "validation": statistics.mean(validation), "validation_interval": interval_of(validation),
+            "speed": median_speed(of_arm)})
+    for row in rows:
+        row["speed_to_equal_loss"] = speed_to_equal_loss(row, rows)
+    return rows
+
+
+def median_speed(pairs: list[tuple]) -> float | None:
+    """Return how often BF16's step takes as long as the arm's; None if a part was too short to be timed."""
+    ratios = [baseline["ms"] / run["ms"] for run, baseline in pairs if baseline["ms"] and run["ms"]]
+    return statistics.median(ratios) if ratios else None
+
+
+def pair_of(run: dict) -> tuple:
+    """Return what a run has in common with the run that it is compared with."""
+    return tuple(run[name] for name in ("seed", *PAIR))
+
+
+def training_loss(run: dict) -> float:
+    """Return the mean training loss over the last tenth of a whole run's steps, or as many of a window."""
+    return statistics.mean(run["losses"][-max(1, run["steps"] // 10):])
+
+
+def interval_of(values: list[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean, of the t distribution; None for one value."""
+    if len(values) < 2:
+        return None
+    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.mean(values)
+    return [mean - half, mean + half]
+
+
+def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
+    """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
+
+    The arm needs more tokens, by how much BF16's loss falls from this number of tokens to another one, with
+    its own learning-rate schedule, interpolated in the logarithm of the tokens. None without such runs.
+    """
+    def is_comparable(other):
+        same = [name for name in (*PAIR, "arm") if name not in ("tokens", "end")]
+        return all(other[name] == row[name] for name in same) and other["tokens"] != row["tokens"]
+
+    others = [other for other in rows if is_comparable(other)]
+    if not others or row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
+        return None
+    other = min(others, key=lambda other: abs(math.log(other["tokens"] / row["tokens"])))
+    fall = row["baseline_training_loss"] - other["baseline_training_loss"]
+    more_tokens = (other["tokens"] / row["tokens"]) ** (row["training"] / fall)
+    return row["speed"] / more_tokens
+
+
+def main_table(rows: list[dict]) -> str:
+    """Return the Markdown table of the pairs."""
+    titles = ["arm", "size", "tokens", "window", "seeds", "training loss, nats", "95 % interval", "%",
+              "validation loss", "95 % interval", "x BF16", "at equal loss"]
+    lines = []
+    for row in rows:
+        lines.append([
+            f"`{row['arm']}`", row["size"], f"{row['tokens']:,}", f"{row['start']:g} to {row['stop']:g}",
+            str(row["seeds"]), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
+            f"{row['training_percent']:+.2f}", f"{row['validation']:+.4f}",
+            describe_interval(row["validation_interval"]), describe_ratio(row["speed"]),
+            describe_ratio(row["speed_to_equal_loss"])])
+    return markdown(titles, lines)
+
+
+def describe_interval(interval: list[float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+
+
+def describe_ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}"
+
+
+# ---------------------------------------------------------------- the command
+
+def check_options(options: Options) -> None:
+    check_output(options.json)
+    end = options.stop if options.end is None else options.end
+    if not 0 <= options.start < options.stop <= end <= 1:
+        raise ValueError(f"--start {options.start} --stop {options.stop} --end {options.end}: must be "
+                         "fractions of the run in this order, such as --start 0.75 --stop 1")
+    if "nanogpt" in options.arms and not os.environ.get("NANOGPT"):
+        raise ValueError("--arms nanogpt: NANOGPT is not set; name the folder of a nanoGPT checkout")
+
+
+def add_runs(options: Options, argv) -> list[dict]:
+    """Add the runs of the options to the JSON, in place of earlier ones, and return the rows of all pairs."""
+    document = {"commands": [], "runs": []}
+    if options.json.exists():
+        document = json.loads(options.json.read_text())
+    new = []
+    for seed in options.seeds:
+        for arm in (BASELINE, *options.arms):
+            new.append(run_record(options, arm, seed))
+    new_keys = [(run["arm"], pair_of(run)) for run in new]
+    kept = [run for run in document["runs"] if (run["arm"], pair_of(run)) not in new_keys]
+    command = command_line("bench/paired.py", argv)
+    commands = document["commands"]
+    if command not in commands:
+        commands.append(command)
+    rows = summarize(kept + new)
+    write_json(options.json, {"commands": commands, "pairs": rows, "runs": kept + new})
+    return rows
+
+
+def main(argv=None) -> int:
+    options = parse(Options, argv, "bench/paired.py", __doc__)
+    check_options(options)
+    if options.only_train:
+        return 0 if train_seeds(options) else 1
+    if not train_on_all_gpus(options, sys.argv[1:] if argv is None else argv):
+        print("not complete; the same command continues")
+        return 1
+    print(main_table(add_runs(options, argv)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "bench/paired.py"))
