@@ -119,6 +119,16 @@ def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_c
 
 
 @triton.jit
+def store_bf16(a, b, c, d, out_ptr, first_row, first_column, D, mask):
+    """Store a tile of the (N, D) output in BF16. a, b, c, d: as in `store_fp8`."""
+    out = out_ptr + tile_offsets(first_row, first_column, D, 4 * a.shape[0], a.shape[1])
+    tl.store(out, round_bf16(a), mask=mask)
+    tl.store(out + D, round_bf16(b), mask=mask)
+    tl.store(out + 2 * D, round_bf16(c), mask=mask)
+    tl.store(out + 3 * D, round_bf16(d), mask=mask)
+
+
+@triton.jit
 def load_scale(scale_ptr, scale_inv_ptr):
     """Load the scale; the first program also stores its reciprocal."""
     scale = tl.load(scale_ptr)
@@ -158,7 +168,7 @@ def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constex
 def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr,
                  scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, C, eps,
                  ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    """Add and normalize ROWS rows, one at a time."""
+    """Add and normalize ROWS rows, one at a time. scale None: store y in BF16, at rowwise."""
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)
@@ -166,8 +176,9 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
         bias = _load(bias_ptr + j, mask)
     if branch_bias_ptr is not None:
         branch_bias = _load(branch_bias_ptr + j, mask)
-    scale = load_scale(scale_ptr, scale_inv_ptr)
-    largest = tl.zeros((WIDTH,), tl.float32)
+    if scale_ptr is not None:
+        scale = load_scale(scale_ptr, scale_inv_ptr)
+        largest = tl.zeros((WIDTH,), tl.float32)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     for i in tl.range(ROWS, num_stages=STAGES):  # prefetches the next STAGES - 1 rows
         row = first_row + i
@@ -189,10 +200,13 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
         y = values * rstd * weight
         if mean_ptr is not None:
             y += bias
-        # quantize
-        largest = tl.maximum(largest, tl.abs(y))  # ignores NaN, as TE does
-        tl.store(rowwise_ptr + offsets, (y * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
-    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        if scale_ptr is not None:  # quantize
+            largest = tl.maximum(largest, tl.abs(y))  # ignores NaN, as TE does
+            tl.store(rowwise_ptr + offsets, (y * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(rowwise_ptr + offsets, round_bf16(y), mask=mask)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
 
 @triton.jit
@@ -307,7 +321,8 @@ def _activate(x, up, KIND: tl.constexpr, GATED: tl.constexpr):
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
                        partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast.
+    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast. scale None: store the
+    output in BF16, at rowwise.
     partial_sums (rows of tiles, D) or None: the output summed over each row of tiles."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
@@ -326,9 +341,12 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
         b = tl.where(mask, b, 0.0)
         c = tl.where(mask, c, 0.0)
         d = tl.where(mask, d, 0.0)
-    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
-    scale = load_scale(scale_ptr, scale_inv_ptr)
-    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
+        scale = load_scale(scale_ptr, scale_inv_ptr)
+        store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
+    else:
+        store_bf16(a, b, c, d, rowwise_ptr, first_row, first_column, D, mask)
     if partial_sums_ptr is not None:
         out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
@@ -351,7 +369,8 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
                                 GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
                                 COLUMNS: tl.constexpr):
     """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, gated also the one D columns to
-    the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
+    the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles. scale None: store dx in
+    BF16, at rowwise."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
@@ -361,19 +380,26 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     dy_ptr += tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
     dy = load_rows(dy_ptr, D, mask)
     up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
-    scale = load_scale(scale_ptr, scale_inv_ptr)
+    if scale_ptr is not None:
+        scale = load_scale(scale_ptr, scale_inv_ptr)
     dx0, dup0 = _activation_backward(dy[0], x[0], up[0], KIND, GATED)
     dx1, dup1 = _activation_backward(dy[1], x[1], up[1], KIND, GATED)
     dx2, dup2 = _activation_backward(dy[2], x[2], up[2], KIND, GATED)
     dx3, dup3 = _activation_backward(dy[3], x[3], up[3], KIND, GATED)
-    # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
-    largest = abs_max(dx0, dx1, dx2, dx3)
-    if GATED:
-        largest = tl.maximum(largest, abs_max(dup0, dup1, dup2, dup3))
-        store_fp8(dup0, dup1, dup2, dup3, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N,
-                  width, mask)
-    store_fp8(dx0, dx1, dx2, dx3, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask)
-    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    if scale_ptr is not None:
+        # The stores come before the reduction for the amax: faster here, more registers in the other kernels
+        largest = abs_max(dx0, dx1, dx2, dx3)
+        if GATED:
+            largest = tl.maximum(largest, abs_max(dup0, dup1, dup2, dup3))
+            store_fp8(dup0, dup1, dup2, dup3, scale, rowwise_ptr, columnwise_ptr, first_row,
+                      D + first_column, N, width, mask)
+        store_fp8(dx0, dx1, dx2, dx3, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width,
+                  mask)
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    else:
+        store_bf16(dx0, dx1, dx2, dx3, rowwise_ptr, first_row, first_column, width, mask)
+        if GATED:
+            store_bf16(dup0, dup1, dup2, dup3, rowwise_ptr, first_row, D + first_column, width, mask)
     if partial_sums_ptr is not None:
         partial_sums_ptr += first_row // ROWS * width + first_column + tl.arange(0, COLUMNS)
         tl.store(partial_sums_ptr, tl.sum((dx0 + dx1) + (dx2 + dx3), 0), mask=in_columns)

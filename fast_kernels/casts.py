@@ -64,6 +64,12 @@ def quantize_reference(x, scale, amax, fp8_dtype):
 
 def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     """`norm`, in float64."""
+    residual, y, mean, rstd = norm_bf16_reference(x, branch, branch_bias, weight, bias, eps)
+    return residual, quantize_reference(y, scale, amax, fp8_dtype), mean, rstd
+
+
+def norm_bf16_reference(x, branch, branch_bias, weight, bias, eps):
+    """`norm_bf16`, in float64; y is not rounded to BF16."""
     residual = x
     if branch is not None:
         residual = x.float() + branch
@@ -78,7 +84,7 @@ def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_d
     y = centered * rstd[:, None] * weight
     if bias is not None:
         y += bias
-    return residual, quantize_reference(y, scale, amax, fp8_dtype), mean, rstd
+    return residual, y, mean, rstd
 
 
 class NormGradients(NamedTuple):
@@ -126,16 +132,27 @@ def activation_reference(activation, x):
 
 def activate_reference(activation, x, bias, scale, amax, fp8_dtype):
     """`activate`, in float64."""
-    return quantize_reference(activation_reference(activation, _add(x, bias)), scale, amax, fp8_dtype)
+    return quantize_reference(activate_bf16_reference(activation, x, bias), scale, amax, fp8_dtype)
+
+
+def activate_bf16_reference(activation, x, bias):
+    """`activate_bf16`, in float64."""
+    return activation_reference(activation, _add(x, bias))
 
 
 def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8_dtype):
     """`activate_backward`, in float64."""
+    dx, dbias = activate_backward_bf16_reference(activation, dy, x, bias)
+    return quantize_reference(dx, scale, amax, fp8_dtype), dbias
+
+
+def activate_backward_bf16_reference(activation, dy, x, bias):
+    """`activate_backward_bf16`, in float64."""
     with torch.enable_grad():
         x = _add(x, bias).detach().requires_grad_()
         dx, = torch.autograd.grad(activation_reference(activation, x), x, dy.double())
     dbias = None if bias is None else dx.sum(0)
-    return quantize_reference(dx, scale, amax, fp8_dtype), dbias
+    return dx, dbias
 
 
 def _add(x, bias):
@@ -157,6 +174,19 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     Returns:
         residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
     """
+    residual, rowwise, columnwise, scale_inv, mean, rstd = _checked_norm(
+        x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype)
+    return residual, FP8Data(rowwise, columnwise, scale_inv), mean, rstd
+
+
+def norm_bf16(x, branch, branch_bias, weight, bias, eps):
+    """`norm` without FP8: returns residual and y (N, C) BF16, mean (None for RMSNorm) and rstd."""
+    residual, y, _, _, mean, rstd = _checked_norm(
+        x, branch, branch_bias, weight, bias, eps, None, None, None)
+    return residual, y, mean, rstd
+
+
+def _checked_norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     check_input("fast_kernels.casts.norm: x", x, MAX_WIDTH)
     check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
     check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
@@ -166,16 +196,16 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
         residual = x
     if bias is None:
         mean = None
-    return residual, FP8Data(rowwise, columnwise, scale_inv), mean, rstd
+    return residual, rowwise, columnwise, scale_inv, mean, rstd
 
 
 @operation(
-    "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps, Tensor scale, "
-    "Tensor(a!) amax, ScalarType fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+    "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps, Tensor? scale, "
+    "Tensor(a!)? amax, ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     rows, columns = x.shape
     residual = x.new_empty(0) if branch is None else torch.empty_like(x)
-    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8_dtype)
+    rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     mean = torch.empty(0 if bias is None else rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if not is_fake(x):
@@ -185,7 +215,8 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
         kernels._norm_kernel[(programs,)](
             x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv,
             C=columns, eps=eps, **sizes)
-        transpose(rowwise, columnwise)
+        if scale is not None:
+            transpose(rowwise, columnwise)
     return residual, rowwise, columnwise, scale_inv, mean, rstd
 
 
@@ -261,12 +292,19 @@ def activate(activation, x, bias, scale, amax, fp8_dtype):
     return FP8Data(*_activate(activation, x, bias, scale, amax, fp8_dtype))
 
 
+def activate_bf16(activation, x, bias):
+    """`activate` without FP8: returns activation(x + bias), (N, D) BF16."""
+    check_activation("fast_kernels.casts.activate_bf16", activation, x, bias)
+    y, _, _ = _activate(activation, x, bias, None, None, None)
+    return y
+
+
 @operation(
-    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8_dtype) "
+    "(str activation, Tensor x, Tensor? bias, Tensor? scale, Tensor(a!)? amax, ScalarType? fp8_dtype) "
     "-> (Tensor, Tensor, Tensor)")
 def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
-    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8_dtype)
+    rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
         _, programs, options = _tile(TILE, rows, columns)
         kernels._activation_kernel[(programs,)](
@@ -281,21 +319,25 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
-    check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
-    output_shape = _output_shape(activation, x)
-    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     rowwise, columnwise, scale_inv, dbias = _activate_backward(
         activation, dy, x, bias, scale, amax, fp8_dtype)
-    if bias is None:
-        dbias = None
-    return FP8Data(rowwise, columnwise, scale_inv), dbias
+    return FP8Data(rowwise, columnwise, scale_inv), None if bias is None else dbias
+
+
+def activate_backward_bf16(activation, dy, x, bias):
+    """`activate_backward` without FP8: returns dx in BF16, and dbias or None."""
+    dx, _, _, dbias = _activate_backward(activation, dy, x, bias, None, None, None)
+    return dx, None if bias is None else dbias
 
 
 @operation(
-    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, "
-    "ScalarType fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
+    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor? scale, Tensor(a!)? amax, "
+    "ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
-    rowwise, columnwise, scale_inv = allocate_fp8(x, *x.shape, fp8_dtype)
+    check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
+    output_shape = _output_shape(activation, x)
+    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
+    rowwise, columnwise, scale_inv = _allocate_output(x, *x.shape, fp8_dtype)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     if not is_fake(x):
         rows, columns = dy.shape
@@ -397,6 +439,13 @@ def allocate_fp8(x, rows, columns, fp8_dtype):
     rowwise = torch.empty((rows, columns), dtype=fp8_dtype, device=x.device)
     columnwise = torch.empty((columns, rows), dtype=fp8_dtype, device=x.device)
     return FP8Data(rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device))
+
+
+def _allocate_output(x, rows, columns, fp8_dtype):
+    """Allocate an FP8 tensor; without a type a BF16 tensor, where an FP8 tensor has its rowwise data."""
+    if fp8_dtype is not None:
+        return allocate_fp8(x, rows, columns, fp8_dtype)
+    return x.new_empty(rows, columns), x.new_empty(0), x.new_empty(0, dtype=torch.float32)
 
 
 def check_input(name, x, max_columns=None):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fast_kernels import casts
+from fast_kernels import bf16, casts
 from fast_kernels.fp8 import Float8Tensor, FP8Data
 from fast_kernels.gemm import gemm
 
@@ -137,8 +137,8 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=Non
     layer = module.begin_pass(0, inputs, is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
-        residual = stream.value()
-        y = F.linear(module.norm(residual), layer.weight, bias)
+        residual, normed = bf16.add_norm(*inputs, module.eps)
+        y = F.linear(normed, layer.weight, bias)
     else:
         residual, y = _NormLinear.apply(
             *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient)
@@ -156,7 +156,7 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
     layer = module.begin_pass(1, (hidden.output, hidden.bias), is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
-        activated = casts.activation_reference(module.activation, hidden.value())
+        activated = bf16.activate(module.activation, hidden.output, hidden.bias)
         return _linear(Branch(activated), layer, None, adds_bias)
     return _linear(hidden, layer, module.activation, adds_bias)
 

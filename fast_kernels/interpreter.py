@@ -124,11 +124,12 @@ def two_sums(a, b):
 def plain_casts() -> list:
     """Return (module, name, replacement) of the operations of casts.py and scales.py in plain PyTorch."""
     dtypes = dict(norm=torch.float32, norm_backward=torch.bfloat16, activate=torch.bfloat16,
-                  activate_backward=torch.bfloat16)  # of the norm's statistics, or of gradients
+                  activate_backward=torch.bfloat16, activate_bf16=torch.bfloat16,
+                  activate_backward_bf16=torch.bfloat16)  # of the norm's statistics, or of gradients
     replaced = [(casts, name, _rounded(getattr(casts, f"{name}_reference"), dtype))
                 for name, dtype in dtypes.items()]
-    return [*replaced, (casts, "cast", _cast), (casts, "cast_all", _cast_all),
-            (scales, "update", scales.update_reference)]
+    return [*replaced, (casts, "norm_bf16", _norm_bf16), (casts, "cast", _cast),
+            (casts, "cast_all", _cast_all), (scales, "update", scales.update_reference)]
 
 
 def _rounded(reference, dtype):
@@ -137,6 +138,11 @@ def _rounded(reference, dtype):
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
 
     return lambda *arguments, **options: tree_map(to_dtype, reference(*arguments, **options))
+
+
+def _norm_bf16(*arguments):
+    residual, y, mean, rstd = casts.norm_bf16_reference(*arguments)
+    return residual, y.bfloat16(), None if mean is None else mean.float(), rstd.float()
 
 
 def _cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):

@@ -8,6 +8,7 @@
 """
 
 import functools
+import os
 from collections import OrderedDict
 
 import torch
@@ -36,6 +37,19 @@ def is_tracing():
 def is_fake(tensor):
     """Return whether a tensor has no data, so that no kernel can be launched."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@functools.cache
+def _runs_here():
+    """Return whether kernels run on this machine: a Hopper GPU, or Triton's interpreter without a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() == (9, 0)
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_supported_device(tensor):
+    """Return whether kernels run on a tensor's device."""
+    return _runs_here() and tensor.is_cuda == torch.cuda.is_available()
 
 
 def operation(schema, setup_context=None, backward=None):

@@ -146,6 +146,11 @@ def check_norm(x, branch, branch_bias, weight, bias, fp8_dtype=E4M3, scale=50.0,
         assert_statistic(mean, exact_mean)
     assert_statistic(rstd, exact_rstd)
     assert_fp8(quantized, amax, exact_quantized, expected_amax, scale, share)
+    # the same without FP8
+    residual_again, y, *statistics = fast_casts.norm_bf16(*inputs)
+    for ours, theirs in zip([residual_again, *statistics], [residual, mean, rstd]):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert_close(y, fast_casts.norm_bf16_reference(*inputs)[1])
     return residual, quantized, amax
 
 
@@ -263,6 +268,13 @@ def check_activation(activation, x, bias, dy, fp8_dtypes=(E4M3, E5M2), scale=50.
     expected, exact_dbias = fast_casts.activate_backward_reference(
         activation, dy, x, bias, scale, expected_amax.zero_(), fp8_dtypes[1])
     assert_fp8(dx, amax, expected, expected_amax, scale)
+    assert_close(dbias, exact_dbias, len(x))
+    # the same without FP8
+    assert_close(fast_casts.activate_bf16(activation, x, bias),
+                 fast_casts.activate_bf16_reference(activation, x, bias))
+    dx_bf16, dbias = fast_casts.activate_backward_bf16(activation, dy, x, bias)
+    exact_dx, exact_dbias = fast_casts.activate_backward_bf16_reference(activation, dy, x, bias)
+    assert_close(dx_bf16, exact_dx)
     assert_close(dbias, exact_dbias, len(x))
     return y[0].float(), dx[0].float()
 

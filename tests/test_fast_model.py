@@ -487,7 +487,8 @@ def test_a_hook_changes_the_output_of_the_mlp():
         assert model(*batch) != before
         model.blocks[0].mlp.fc2_weight /= 2
         model.blocks[0].mlp.fc2_bias /= 2
-        assert model(*batch) == before
+        # the hook rounds the branch to BF16, which the kernel of the next norm does not
+        assert model(*batch).item() == pytest.approx(before.item(), abs=2e-3)
 
 
 def test_a_reentrant_checkpoint_of_a_block_is_one_line():
