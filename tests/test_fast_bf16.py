@@ -51,12 +51,14 @@ def test_add_norm(rows, columns, kind, added):
     torch.testing.assert_close(rounded.double(), sum(t.detach() for t in sums), rtol=1.01 * BF16, atol=1e-6)
     assert_close(y, exact_y)
 
-    dresidual, dy = normal(rows, columns).detach(), normal(rows, columns).detach()
+    outputs, exact_outputs = [residual, y], [exact_residual, exact_y]
+    if branch is None:  # the sum is x itself, whose two gradients autograd adds
+        outputs, exact_outputs = [y], [exact_y]
+    dy = [normal(rows, columns).detach() for _ in outputs]
     used = [tensor for tensor in inputs if tensor is not None]
-    gradients = torch.autograd.grad((residual, y), used, (dresidual, dy))
-    exact_gradients = torch.autograd.grad(
-        (exact_residual, exact_y), [tensor for tensor in exact_inputs if tensor is not None],
-        (dresidual.double(), dy.double()))
+    exact_used = [tensor for tensor in exact_inputs if tensor is not None]
+    gradients = torch.autograd.grad(outputs, used, dy)
+    exact_gradients = torch.autograd.grad(exact_outputs, exact_used, [tensor.double() for tensor in dy])
     for tensor, ours, theirs in zip(used, gradients, exact_gradients):
         if tensor is branch_bias:  # sums what was rounded to BF16, as PyTorch does
             theirs = gradients[0].double().sum(0)
