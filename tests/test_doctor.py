@@ -4,6 +4,7 @@ Of --model, tests in this process use te_reference; one runs in Triton's interpr
 A simulated machine is a folder on PATH and PYTHONPATH with its own nvidia-smi, torch and pip.
 """
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,31 +120,66 @@ def test_a_cpu_pytorch_beside_a_gpu_fails(tmp_path):
 
 # ---------------------------------------------------------------- --explain
 
+def messages_of_the_guide():
+    """Yield (message, cause, fix) of the pages' tables of error messages."""
+    for page in sorted((doctor.HERE / "guide").glob("*.md")):
+        tables = re.findall(r"^\| message \| cause \| fix \|\n.*\n((?:\|.*\n)+)", page.read_text(), re.M)
+        for row in "".join(tables).splitlines():
+            messages, cause, fix = row.strip("| ").split(" | ")
+            for message in re.findall(r"`([^`]+)`", messages):
+                yield message, cause, fix
+
+
+def test_the_messages_of_the_guide_have_their_answers():
+    """The cause is the page's, and its commands are in the fix; in both "…" stands for any text."""
+    rows = list(messages_of_the_guide())
+    assert len(rows) > 40
+    for message, cause, fix in rows:
+        found = doctor.explain(message.replace("…", "x"))
+        assert [found_cause for found_cause, _, _ in found] == [f"{cause}."], message
+        [(_, found_fix, _)] = found
+        for command in re.findall(r"`([^`]+)`", fix) or [fix]:
+            for part in command.split("…"):
+                assert part in found_fix, message
+
+
 @pytest.mark.parametrize("message, answer", [
-    ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
     ("cudnn-wrapper.h:3:10: fatal error: cudnn.h: No such file or directory", "sets CPATH"),
+    ("util/cudnn.h:17:10: fatal error: cudnn_frontend.h: No such file or directory", "cudnn-frontend"),
     ("cuda_runtime.h:82:10: fatal error: crt/host_config.h: No such file or directory", "CUDA_HOME"),
+    ("#error -- unsupported GNU version! gcc versions later than 13 are not supported!", "CC=gcc-13"),
+    ("Out of memory: Killed process 7 (cc1plus) total-vm:9kB", "MAX_JOBS=1"),
     ("TypeError: expected string or bytes-like object, got 'NoneType'", "PyTorch with CUDA"),
-    ("ModuleNotFoundError: No module named 'pybind11'", "build tool is missing"),
+    ("libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x.so)", "libstdcxx-ng"),
     ("/x/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "pip uninstall -y flash-attn"),
     (OTHER_TORCH, "built for another PyTorch"),
-    ("ModuleNotFoundError: No module named 'transformer_engine'", "is not installed"),
     ("ModuleNotFoundError: No module named 'transformer_engine_torch'", "parts of several"),
-    ("RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "CUDNN_HOME="),
-    ("OSError: libcuda.so.1: cannot open shared object file", "no NVIDIA driver"),
-    ("The NVIDIA driver on your system is too old (found version 11040).", "driver's CUDA"),
-    ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "no kernels"),
+    ("Supported flash-attn versions are >= 2.1.1, <= 2.8.3. Found flash-attn 2.9.", "does not use"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "--grad-accum"),
     ("cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms", "50304"),
-    ("Device compute capability 8.9 or higher required for FP8 execution.", "--fp8-recipe none"),
     ("step 40: loss nan", "--fp8-recipe none"),
-    ("fatal error: Python.h: No such file or directory", "python3-dev"),
-    ("RuntimeError: DelayedScaling is not supported under torch.compile.", "NANOTE_ENGINE=fast"),
-    ("AttributeError: 'Float8Tensor' object has no attribute '_data'", "is_first_microbatch"),
     ("RuntimeError: Refusing to load pickled Transformer Engine extra state for 'x'", "get_state"),
     ("FusedAdam does not support FP8 model weights with capturable=True.", "CUDA graph"),
     ("x.cu:1200 in function row_col_rht_gemm_ntt_w_sfc: CUDA Error: invalid argument", DISABLE_RHT),
     ("torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was "
-     "saved during the original forward and recomputation.", "te.checkpoint(block, x)")])
+     "saved during the original forward and recomputation.", "te.checkpoint(block, x)"),
+    # as one remembers them
+    ("missing headers, cudnn.h", "sets CPATH"),
+    ("'Python.h' file not found", "python3-dev"),
+    ("GLIBCXX not found", "libstdcxx-ng"),
+    ("undefined symbol in flash_attn_2_cuda", "pip uninstall -y flash-attn"),
+    ("ImportError: cannot import name 'flash_attn_func' from 'flash_attn'", "pip uninstall -y flash-attn"),
+    ("flash_attn is not installed", "--no-build-isolation flash-attn"),
+    ("TE version mismatch warnings", "parts of several"),
+    ("cuBLAS GEMM Error", "50304"),
+    ("CUBLAS_STATUS_NOT_SUPPORTED", "50304"),
+    ("FP8: the last dimension is not divisible by 16", "50304"),
+    ("vocab_size must be divisible by 32", "50304"),
+    ("FP8 not supported on this GPU", "--fp8-recipe none"),
+    ("out of memory", "--grad-accum"),
+    ("delayed scaling does not work with torch.compile", "NANOTE_ENGINE=fast"),
+    ("Float8Tensor has no attribute _data", "is_first_microbatch"),
+    ("NaN loss", "--fp8-recipe none")])
 def test_an_error_message_has_its_answer(message, answer):
     found = doctor.explain(f"  building an extension\n   {message}\n  ERROR: Failed building wheel\n")
     assert len(found) == 1 and answer in " ".join(found[0])
