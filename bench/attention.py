@@ -94,6 +94,11 @@ def te_attention_fp8(shape):
     return te_attention(shape, DelayedScaling(amax_history_len=16, fp8_dpa=True))
 
 
+def flash_2(shape):
+    from flash_attn import flash_attn_func  # optional package
+    return partial(flash_attn_func, causal=True)
+
+
 def flash_4(shape):
     from flash_attn.cute import flash_attn_func  # optional package
     return lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0]  # [1] is the log-sum-exp
@@ -107,6 +112,7 @@ if HAS_GPU:
     KERNELS |= {
         "SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
         "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "flash-attn 2": flash_2,
         "flash-attn 4": flash_4,
         "te.DotProductAttention, FP8": te_attention_fp8,
     }

@@ -3,6 +3,8 @@ float64. Mistakes of all benchmarks are here."""
 import importlib
 import json
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -198,3 +200,11 @@ def test_every_kernel_agrees_with_float64(tmp_path, capsys):
         assert row["forward_ms"] > 0
         assert row["both_tflops"] == pytest.approx(flops / row["both_ms"] / 1e9)
     assert "these times mean nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [attention.flash_2, attention.flash_4])
+def test_a_kernel_that_is_not_installed_is_one_line(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import fails
+    row = attention.row_of(partial(make, Shape(2, 64, 4, 2, 16)), name="flash-attn")
+    line = attention.text_of(row)
+    assert line.split(maxsplit=1)[1].startswith("not installed: ") and "\n" not in line
