@@ -91,7 +91,11 @@ def read_command_line(arguments: list[str]) -> dict:
     tyro returns a whole TrainConfig, in which a typed option looks like a default: names come from the text.
     """
     defaults = TrainConfig(**PRESETS[TrainConfig.preset])  # those of another preset are merged later
-    config = parse(TrainConfig, arguments, "train.py", default=defaults)
+    try:
+        config = parse(TrainConfig, arguments, "train.py", default=defaults)
+    except SystemExit:  # tyro has printed the mistake; of another program's option it may guess a wrong one
+        print("options of Megatron: guide/older_guides.md; of older versions: CHANGELOG.md", file=sys.stderr)
+        raise
     options = {}
     for argument in arguments:
         if argument.startswith("--"):

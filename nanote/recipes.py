@@ -23,6 +23,7 @@ CLASSES = {  # TE's recipe, and its function that says whether this machine supp
     "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
 RECIPES = ("none", *CLASSES)  # and custom:module.function
+MEGATRON_NAMES = {"tensorwise": "current", "blockwise": "block"}
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
 
 
@@ -71,6 +72,8 @@ def make(config):
     """
     name = config.fp8_recipe
     is_custom = name.startswith("custom:")
+    if name in MEGATRON_NAMES:
+        raise ValueError(f"--fp8-recipe {name}: called {MEGATRON_NAMES[name]} here")
     if name not in RECIPES and not is_custom:
         raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
     if reason := unsupported_reason(name):

@@ -50,6 +50,15 @@ def test_typed_options_are_those_of_command_line_and_file(run_of_custom):
     assert typed(f"--resume --out-dir {run_of_custom} --seed 3") == {"resume", "out_dir", "seed"}
 
 
+@pytest.mark.parametrize("given", ["--gc-interval 5", "--fp8-interval=1", "--attention fused"])
+def test_a_mistake_names_the_pages_of_other_options(given, capsys):
+    with pytest.raises(SystemExit) as end:
+        read_config(given.split())
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and given.split("=")[0].split()[0] in "".join(lines)
+    assert lines[-1] == "options of Megatron: guide/older_guides.md; of older versions: CHANGELOG.md"
+
+
 # ---------------------------------------------------------------- options that a model lacks
 
 @pytest.mark.parametrize("name, preset, line", [

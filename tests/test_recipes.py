@@ -58,6 +58,10 @@ def test_options_of_delayed_scaling_and_no_recipe():
     assert engine in recipes.describe() and "\n" not in recipes.describe()
     with pytest.raises(ValueError, match="--fp8-recipe fp4: unknown; use none, delayed, .* or custom:"):
         make_recipe("fp4")
+    with pytest.raises(ValueError, match="--fp8-recipe tensorwise: called current here"):
+        make_recipe("tensorwise")
+    with pytest.raises(ValueError, match="--fp8-recipe blockwise: called block here"):
+        make_recipe("blockwise")
 
 
 @on_reference
