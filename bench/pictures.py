@@ -1,6 +1,8 @@
 """Draw the pictures of the pages from the JSON in results/, five in all. Nothing is measured.
 
     python bench/pictures.py
+
+Titles say what a picture shows: read them again after a new measurement.
 """
 
 import sys
@@ -14,27 +16,49 @@ if __name__ == "__main__":
 import json
 import statistics
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from bench.convergence import interval_of
 from nanote import health
 from nanote.command import run_command
 
+FOR_A_TALK = {  # matplotlib's settings
+    "font.size": 16, "figure.titlesize": "large", "axes.spines.top": False, "axes.spines.right": False,
+    "legend.frameon": False, "savefig.dpi": 130,
+}
+# colors that color-blind people tell apart, too (Okabe and Ito)
+GRAY = "#707070"
+BLUE = "#0072b2"
+LIGHT_BLUE = "#56b4e9"
+ORANGE = "#d55e00"
+
+STACK_COLORS = {"plain PyTorch": GRAY, "TE's modules": BLUE, "fast kernels": ORANGE}
 LOSS_TOKENS = 100_007_936  # of the runs in the picture of the loss
-LOSS_ARMS = {  # arm -> label, color
-    "bf16@1.2e-3": ("BF16", "tab:blue"), "fp8@1.2e-3": ("FP8, delayed scaling", "tab:orange"),
-    "nanogpt@1.2e-3": ("nanoGPT, compiled", "tab:red"),
+LOSS_ARMS = {  # arm -> label, color, marker
+    "nanogpt@1.2e-3": ("nanoGPT, compiled", GRAY, "^"), "bf16@1.2e-3": ("BF16", BLUE, "s"),
+    "fp8@1.2e-3": ("FP8, delayed scaling", ORANGE, "o"),
 }
 ATTENTION_KERNELS = {  # name of a row -> label, color
-    "by hand": ("by hand", "silver"), "SDPA, FlashAttention 2": ("FlashAttention 2, of PyTorch", "tab:gray"),
-    "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", "tab:cyan"), "flash-attn 4": ("FlashAttention 4", "tab:blue"),
-    "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", "tab:green"),
+    "by hand": ("by hand", "silver"), "SDPA, FlashAttention 2": ("FlashAttention 2, of PyTorch", GRAY),
+    "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", LIGHT_BLUE), "flash-attn 4": ("FlashAttention 4", BLUE),
+    "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", ORANGE),
 }
+WAITS_FOR_PYTHON = 1.1  # a step that takes this many times as long as its CUDA graph
 
 
-def make_figure(width, height, rows=1, columns=1, **options):
-    from matplotlib.figure import Figure  # slow to import
-
+def make_figure(width, height, title, rows=1, columns=1, **options):
     figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title)
     return figure, figure.subplots(rows, columns, **options)
+
+
+def write_below(figure, text):
+    """Write conditions and origin of the figures, in small letters."""
+    figure.supxlabel(text, fontsize=13, color="dimgray")
 
 
 def origin_of_rows(rows) -> str:
@@ -43,27 +67,35 @@ def origin_of_rows(rows) -> str:
     return "; ".join(dict.fromkeys(origins))  # each once
 
 
+def kernels_of(arm) -> str:
+    """Return whose kernels an arm of benchmark_te.py --stack runs: a key of STACK_COLORS."""
+    if arm.startswith("plain"):
+        return "plain PyTorch"
+    return "TE's modules" if "libraries" in arm else "fast kernels"
+
+
+@rc_context(FOR_A_TALK)
 def draw_stack(rows, path):
     """Draw a bar per change of benchmark_te.py --stack: tokens per second."""
-    from matplotlib.patches import Patch
-
-    figure, axes = make_figure(10, 4.6)
+    speeds = {row["arm"]: row["tokens_per_s"] / 1e3 for row in rows}
+    ratio = speeds["fp8"] / speeds["plain"]
+    title = f"GPT-2 124M: FP8 with fast kernels is {ratio:.1f} × as fast as compiled PyTorch"
+    figure, axes = make_figure(12, 6.6, title)
     changes = [row["label"] for row in rows]
-    speeds = [row["tokens_per_s"] / 1e3 for row in rows]
-    colors = ["tab:gray" if row["arm"].startswith("plain") else "tab:green" for row in rows]
-    bars = axes.bar(changes, speeds, color=colors)
-    labels = [f"{speed:.0f} k\n{speed / speeds[0]:.2f} ×" for speed in speeds]
-    axes.bar_label(bars, labels, fontsize=9, padding=2)
-    axes.tick_params(axis="x", labelsize=8, length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(y=0.15)
-    axes.set(ylabel="thousand tokens/s")
-    keys = {"plain PyTorch": "tab:gray", "with Transformer Engine": "tab:green"}
-    handles = [Patch(color=color, label=label) for label, color in keys.items()]
-    axes.legend(handles=handles, frameon=False, loc="upper left", title="+: added to the bar before")
-    title = f"GPT-2 124M, 32 × 1,024 tokens a step; {origin_of_rows(rows)}"
-    axes.set_title(title, fontsize=9, color="dimgray")
-    figure.savefig(path, dpi=130)
+    colors = [STACK_COLORS[kernels_of(arm)] for arm in speeds]
+    bars = axes.barh(changes, speeds.values(), color=colors)
+    slowest = min(speeds.values())
+    axes.bar_label(bars, [f"{speed:.0f} k   {speed / slowest:.1f} ×" for speed in speeds.values()], padding=6)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.2)
+    axes.set_xlabel("thousand tokens/s, and × plain PyTorch, eager")
+    handles = [Patch(color=color, label=label) for label, color in STACK_COLORS.items()]
+    axes.legend(handles=handles, loc="upper right", title="+: added to the bar above", alignment="left")
+    write_below(figure, f"""\
+32 × 1,024 tokens a step; attention is by hand in the first bar, --attention auto in the last, else SDPA's
+{origin_of_rows(rows)}""")
+    figure.savefig(path)
 
 
 def evaluations_of(runs, arm) -> list[list[dict]]:
@@ -76,80 +108,94 @@ def evaluations_of(runs, arm) -> list[list[dict]]:
     return [by_step[step] for step in sorted(by_step) if len(by_step[step]) > 2]
 
 
-def draw_losses(axes, evaluations, unit, scale, label, color):
+def draw_losses(axes, evaluations, unit, scale, label, color, marker):
     """Draw an arm's mean loss over seeds against tokens or seconds, and its 95 % interval."""
     x = []
     means = []
-    lows = []
-    highs = []
+    errors = []
     for records in evaluations:
         losses = [record["val_loss"] for record in records]
+        mean = statistics.mean(losses)
         low, high = interval_of(losses)
         x.append(scale * statistics.mean(record[unit] for record in records))
-        means.append(statistics.mean(losses))
-        lows.append(low)
-        highs.append(high)
-    # markers: between evaluations the loss falls less evenly than the line
-    axes.plot(x, means, marker="o", ms=4, color=color, label=label)
-    axes.fill_between(x, lows, highs, color=color, alpha=0.25, lw=0)
+        means.append(mean)
+        errors.append((mean - low, high - mean))
+    # dotted: the loss between two evaluations is not known
+    axes.errorbar(x, means, np.transpose(errors), fmt=marker, ms=9, ls=":", lw=1.5, elinewidth=2.5, capsize=4,
+                  color=color, label=label)
 
 
+@rc_context(FOR_A_TALK)
 def draw_loss(result, path):
     """Draw the validation loss against tokens and against seconds."""
-    from matplotlib.patches import Patch
-
-    figure, (by_tokens, by_seconds) = make_figure(11, 4.6, 1, 2, sharey=True)
+    [fp8] = [row for row in result["summary"] if row["arm"] == "fp8@1.2e-3" and row["tokens"] == LOSS_TOKENS]
+    low, high = fp8["loss_matched_interval"]
+    speed = f"{fp8['loss_matched_speedup']:.2f} × as fast (95 % interval: {low:.2f} to {high:.2f})"
+    figure, (by_tokens, by_seconds) = make_figure(
+        12.5, 6.6, f"FP8 reaches BF16's loss {speed}", 1, 2, sharey=True)
     machines = set()
     seeds = set()
-    for arm, (label, color) in LOSS_ARMS.items():
+    for arm, looks in LOSS_ARMS.items():
         evaluations = evaluations_of(result["runs"], arm)
         for records in evaluations:
             machines |= {record["machine"] for record in records}
-        seeds.add(len(evaluations[-1]))
-        draw_losses(by_tokens, evaluations, "tokens", 1e-6, label, color)
-        draw_losses(by_seconds, evaluations, "seconds", 1, label, color)
-    by_tokens.set_xlabel("million tokens", fontsize=12)
-    by_seconds.set_xlabel(f"seconds of training on one {', '.join(machines)}", fontsize=12)
-    by_tokens.grid(alpha=0.3)
-    by_seconds.grid(alpha=0.3)
-    by_tokens.set_ylabel("validation loss, nats a token", fontsize=12)
-    handles, _ = by_tokens.get_legend_handles_labels()
-    handles.append(Patch(color="gray", alpha=0.3, label="95 % interval of the mean"))
-    by_tokens.legend(handles=handles, fontsize=11, frameon=False, loc="upper right")
-    figure.suptitle(f"GPT-2 124M, mean of {min(seeds)} to {max(seeds)} seeds", fontsize=12)
-    figure.savefig(path, dpi=130)
+            seeds.add(len(records))
+        draw_losses(by_tokens, evaluations, "tokens", 1e-6, *looks)
+        draw_losses(by_seconds, evaluations, "seconds", 1, *looks)
+    by_tokens.set_title("over tokens: no difference is visible", fontsize=16)
+    by_seconds.set_title("over time: FP8 is ahead", fontsize=16)
+    by_tokens.set_xlabel("million tokens")
+    by_seconds.set_xlabel("seconds of training")
+    by_tokens.grid(alpha=0.4)
+    by_seconds.grid(alpha=0.4)
+    by_tokens.set_ylabel("validation loss, nats a token")
+    by_tokens.legend(loc="upper right")
+    write_below(figure, f"""\
+GPT-2 124M, one {', '.join(machines)}; mean of {min(seeds)} to {max(seeds)} seeds with its 95 % interval; \
+dotted: between evaluations""")
+    figure.savefig(path)
 
 
+@rc_context(FOR_A_TALK)
 def draw_crossover(rows, path):
-    """Draw two heat maps of FP8 ÷ BF16 over width and tokens per step: FP8 is faster where it is blue."""
-    import numpy as np  # with matplotlib only
-    from matplotlib.colors import TwoSlopeNorm
-
+    """Draw two heat maps of FP8 ÷ BF16 over width and tokens per step: FP8 is faster where it is blue.
+    A step that waits for Python is gray: its ratio says nothing about FP8."""
     widths = sorted({row["width"] for row in rows})
     tokens = sorted({row["tokens"] for row in rows})
-    values = [row["eager"] for row in rows] + [row["graph"] for row in rows]
-    norm = TwoSlopeNorm(1.0, min(values), max(values))
-    figure, both = make_figure(12.5, 5.4, 1, 2, sharey=True)
-    titles = {"eager": "Python launches every kernel", "graph": "each step is one CUDA graph"}
-    for axes, (name, title) in zip(both, titles.items()):
-        ratio = np.empty((len(widths), len(tokens)))
-        for row in rows:
-            ratio[widths.index(row["width"]), tokens.index(row["tokens"])] = row[name]
-        image = axes.imshow(ratio, origin="lower", cmap="RdBu", norm=norm, aspect="auto")
-        for (y, x), value in np.ndenumerate(ratio):
-            color = "black" if 0.15 < norm(value) < 0.85 else "white"
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=11, color=color)
-        axes.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
+    graphs = np.empty((len(widths), len(tokens)))
+    eager = np.empty_like(graphs)
+    waits = np.empty_like(graphs, dtype=bool)
+    for row in rows:
+        cell = widths.index(row["width"]), tokens.index(row["tokens"])
+        graphs[cell] = row["graph"]
+        eager[cell] = row["eager"]
+        waits[cell] = row["fp8-eager_ms"] > WAITS_FOR_PYTHON * row["fp8_ms"]
+    norm = TwoSlopeNorm(1.0, 0.5, 2.0)
+    figure, (left, right) = make_figure(
+        13, 7.2, "FP8 gains with width and tokens a step; small models need CUDA graphs", 1, 2, sharey=True)
+    maps = [
+        (left, eager, np.ma.array(eager, mask=waits), "launched from Python: most steps wait for it"),
+        (right, graphs, graphs, "each step is one CUDA graph"),
+    ]
+    for axes, ratios, colored, title in maps:
+        image = axes.imshow(colored, origin="lower", cmap="RdBu", norm=norm, aspect="auto")
+        axes.set_facecolor("lightgray")
+        for (y, x), ratio in np.ndenumerate(ratios):
+            is_dark = not np.ma.is_masked(colored[y, x]) and not 0.15 < norm(ratio) < 0.85
+            color = "white" if is_dark else "black"
+            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", color=color)
+        axes.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens], fontsize=13)
         axes.set_yticks(range(len(widths)), [f"{width:,}" for width in widths])
-        axes.set_xlabel("tokens a step", fontsize=12)
-        axes.set_title(title, fontsize=13)
+        axes.set_xlabel("tokens a step")
+        axes.set_title(title, fontsize=16)
         axes.tick_params(length=0)
-    both[0].set_ylabel("width of the model", fontsize=12)
-    ticks = [norm.vmin, 0.75, 1, 1.25, 1.5, 1.75, norm.vmax]
-    bar = figure.colorbar(image, ax=both, ticks=ticks, format="%.2f")
-    bar.set_label("speed of FP8 ÷ speed of BF16", fontsize=12)
-    figure.suptitle(f"two layers, vocabulary 1,024; {origin_of_rows(rows)}", fontsize=9, color="dimgray")
-    figure.savefig(path, dpi=130)
+    left.set_ylabel("width of the model")
+    figure.colorbar(image, ax=right, ticks=[0.5, 0.75, 1, 1.25, 1.5, 1.75, 2], format="%.2f",
+                    label="speed of FP8 ÷ speed of BF16")
+    write_below(figure, f"""\
+gray: the FP8 step waits for Python (over {WAITS_FOR_PYTHON} × its time as a CUDA graph); such ratios scatter
+two layers, vocabulary 1,024; {origin_of_rows(rows)}""")
+    figure.savefig(path)
 
 
 def describe_shape(text) -> str:
@@ -159,29 +205,36 @@ def describe_shape(text) -> str:
     return f"{batch} × {length:,} tokens\n{heads} heads of {width}{groups}"
 
 
+@rc_context(FOR_A_TALK)
 def draw_attention(result, path):
     """Draw the speed of the kernels of benchmark_attention.py alone: a group per shape, a bar per kernel."""
     found = {}  # {(shape, kernel): TFLOP/s}
+    fp8_errors = []
     for row in result["rows"]:
         if row["part"] == "attention" and "both_tflops" in row:
             found[row["shape"], row["name"]] = row["both_tflops"]
+            if row["name"].endswith("FP8"):
+                fp8_errors += row["errors"].values()
     shapes = list(dict.fromkeys(shape for shape, _ in found))
-    figure, axes = make_figure(12, 5.2)
-    width = 0.85 / len(ATTENTION_KERNELS)
+    title = "Attention: FlashAttention 4 is the fastest BF16 kernel at all five shapes"
+    figure, axes = make_figure(13, 7.2, title)
+    width = 0.9 / len(ATTENTION_KERNELS)
     middle = (len(ATTENTION_KERNELS) - 1) / 2
     for number, (name, (label, color)) in enumerate(ATTENTION_KERNELS.items()):
         x = [group + (number - middle) * width for group in range(len(shapes))]
         speeds = [found.get((shape, name), 0) for shape in shapes]
         bars = axes.bar(x, speeds, 0.94 * width, color=color, label=label)
-        axes.bar_label(bars, [f"{speed:.0f}" if speed else "–" for speed in speeds], fontsize=9, padding=1)
-    axes.set_xticks(range(len(shapes)), map(describe_shape, shapes), fontsize=11)
+        labels = [f"{speed:.0f}" if speed else "–" for speed in speeds]
+        axes.bar_label(bars, labels, fontsize=14, padding=1)
+    axes.set_xticks(range(len(shapes)), map(describe_shape, shapes), fontsize=14)
     axes.tick_params(axis="x", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylabel("TFLOP/s, forward and backward", fontsize=12)
-    figure.legend(ncols=len(ATTENTION_KERNELS), loc="outside upper center", frameon=False, fontsize=11)
-    figure.supxlabel(f"causal attention, in BF16 except the last kernel; –: does not run; "
-                     f"{result['machine']}", fontsize=9, color="dimgray")
-    figure.savefig(path, dpi=130)
+    axes.margins(x=0.01)
+    axes.set_ylabel("TFLOP/s, forward and backward")
+    axes.legend(loc="upper left")
+    write_below(figure, f"""\
+causal; –: does not run; errors of the FP8 kernel: up to {100 * max(fp8_errors):.1f} %; \
+{result['machine']}, {result['date']}""")
+    figure.savefig(path)
 
 
 def draw_health(result, path):

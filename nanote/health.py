@@ -209,33 +209,59 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- the picture
 
+UNKNOWN = "darkgray"
+SMALLEST_PERCENTAGE = 1e-3  # of values that become zero: the axis is logarithmic
+
 
 def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid") -> None:
     """Draw records {"step", "health"} as heat maps of GEMMs x steps: headroom (bits above amax), and flushed.
-    What is unknown, as with block scaling, is grey."""
+    What is unknown, as with block scaling, is gray."""
+    from matplotlib import rc_context
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
     gemms, headroom, flushed = _maps(records, fp8_format)
-    figure = Figure(figsize=(12, 1 + 2 * max(2.2, 0.17 * len(gemms))), layout="constrained")
-    figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
-    grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
-    _draw_row(figure, grid[0], headroom, "headroom (bits; red: saturated)", cmap="RdBu",
-              norm=TwoSlopeNorm(vcenter=0, vmin=-2, vmax=6))
-    _draw_row(figure, grid[1], flushed, "flushed to zero (%)", cmap="viridis", norm=LogNorm(1e-3, 100))
-    records_per_tick = (len(records) + 7) // 8  # at most eight ticks
-    ticks = range(0, len(records), records_per_tick)
-    grid[1][-1].set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
-    grid[1][-1].set_yticks(range(len(gemms)), gemms, fontsize=9)
-    figure.savefig(path, dpi=130)
+    with rc_context({"font.size": 13}):
+        figure = Figure(figsize=(13, 2.2 + 2 * max(2.4, 0.21 * len(gemms))), layout="constrained")
+        saturated = _largest(records, "saturated")
+        flushed_to_zero = _largest(records, "flushed")
+        figure.suptitle(f"FP8 health of {title}\nlargest share of a measured tensor that is "
+                        f"saturated: {saturated}, flushed to zero: {flushed_to_zero}")
+        above, below = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
+        _draw_row(figure, above, headroom, "headroom, bits\n(red: saturates)", cmap="RdBu", extend="both",
+                  norm=TwoSlopeNorm(vcenter=0, vmin=-2, vmax=6))
+        _draw_row(figure, below, flushed, "flushed to zero, %", cmap="viridis", extend="min",
+                  norm=LogNorm(SMALLEST_PERCENTAGE, 100))
+        for axes, kind in zip(above, KINDS):
+            axes.set_title(kind.replace("_", " "))
+        records_per_tick = (len(records) + 3) // 4  # at most four ticks
+        ticks = range(0, len(records), records_per_tick)
+        for axes in below:
+            axes.set_xticks(ticks, [records[i]["step"] for i in ticks])
+            axes.set_xlabel("step")
+        below[0].set_yticks(range(len(gemms)), gemms)
+        label = "not measured, as between the GEMMs of a fused MLP and with block scaling"
+        unknown = Patch(color=UNKNOWN, label=label)
+        figure.legend(handles=[unknown], loc="outside lower center", frameon=False)
+        figure.savefig(path, dpi=130)
 
 
-def _draw_row(figure, axes_row, maps, label: str, **colors) -> None:
+def _draw_row(figure, axes_row, maps, label: str, extend: str, **colors) -> None:
     """Draw the map of each kind of tensor, and one color bar."""
-    for axes, kind, values in zip(axes_row, KINDS, maps):
+    for axes, values in zip(axes_row, maps):
         image = axes.imshow(values, aspect="auto", interpolation="nearest", **colors)
-        axes.set_facecolor("lightgrey")
-        axes.set_title(kind.replace("_", " "), fontsize=11)
-    figure.colorbar(image, ax=list(axes_row), label=label, extend="both")
+        axes.set_facecolor(UNKNOWN)
+    figure.colorbar(image, ax=list(axes_row), label=label, extend=extend, format="%g",
+                    aspect=max(12, len(values)))
+
+
+def _largest(records: list[dict], share: str) -> str:
+    """Return the largest share, "saturated" or "flushed", of any tensor in any record, in percent."""
+    known = []
+    for record in records:
+        for tensors in record["health"].values():
+            known += [statistics[share] for statistics in tensors.values() if statistics[share] is not None]
+    return f"{100 * max(known):.2f} %" if known else "not measured"
 
 
 def _maps(records: list[dict], fp8_format: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
@@ -255,7 +281,7 @@ def _maps(records: list[dict], fp8_format: str) -> tuple[list[str], torch.Tensor
                 cell = KINDS.index(kind), rows[name], column
                 headroom[cell] = _headroom(statistics, kind, fp8_format)
                 if statistics["flushed"] is not None:
-                    flushed[cell] = max(100 * statistics["flushed"], 1e-3)  # the axis is logarithmic
+                    flushed[cell] = max(100 * statistics["flushed"], SMALLEST_PERCENTAGE)
     return list(rows), headroom, flushed
 
 

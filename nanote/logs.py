@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import health, models
+from nanote import health, models, recipes
 from nanote.command import error_line
 from nanote.schedule import describe_long_warmup
 
@@ -178,7 +178,10 @@ class Log:
         if "fp8_health.jsonl" in self.waiting:  # something was measured
             with self._reporting("fp8_health.png"):
                 records = read_metrics(Path(self.folder, "fp8_health.jsonl"))
-                health.plot(records, Path(self.folder, "fp8_health.png"), self.folder, self.config.fp8_format)
+                recipe = self.config.fp8_recipe
+                fp8_format = recipes.resolve_format(recipe, self.config.fp8_format)
+                title = f"{self.folder}, --fp8-recipe {recipe} {fp8_format}"
+                health.plot(records, Path(self.folder, "fp8_health.png"), title, fp8_format)
 
     def _plot_losses(self) -> None:
         with self._reporting("loss.png"):
@@ -252,16 +255,22 @@ def replace_file(path: Path, text: str) -> None:
 
 def plot_losses(folder) -> None:
     """Draw metrics.jsonl as loss.png."""
-    from matplotlib.figure import Figure  # slow to import
+    from matplotlib import rc_context  # slow to import
+    from matplotlib.figure import Figure
     records = read_metrics(Path(folder, "metrics.jsonl"))
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
-        shown = [record for record in records if record.get(name) is not None]
-        steps = [record["step"] for record in shown]
-        losses = [record[name] for record in shown]
-        if shown:
-            axes.plot(steps, losses, style, lw=1.2, ms=4, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
-    axes.legend()
-    figure.savefig(Path(folder, "loss.png"), dpi=150)
+    with rc_context({"font.size": 15}):
+        figure = Figure(figsize=(10, 5.6), layout="constrained")
+        axes = figure.subplots()
+        last = []
+        # no line between evaluations: the loss does not fall straight
+        for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o")):
+            shown = [record for record in records if record.get(name) is not None]
+            steps = [record["step"] for record in shown]
+            losses = [record[name] for record in shown]
+            if shown:
+                axes.plot(steps, losses, style, lw=2, ms=9, label=label)
+                last.append(f"{losses[-1]:.3f} in {label}")
+        axes.set(xlabel="step", ylabel="loss, nats a token", title=f"{folder}: loss {', '.join(last)}")
+        axes.legend()
+        axes.grid(alpha=0.4)
+        figure.savefig(Path(folder, "loss.png"), dpi=130)
