@@ -97,8 +97,8 @@ def score(model, tokenizer, path, pack_documents=False):
     limit = model.config.n_positions
     device = next(model.parameters()).device
     total = 0.0
-    if hasattr(type(model), "output"):  # at most 1 GiB of float32 logits at a time; the model stays so
-        chunked_loss.chunk_loss(model, max(1, limit * model.config.vocab_size // 2**28))
+    if hasattr(type(model), "output"):  # about 1 GiB of float32 logits at a time; `model` keeps the chunks
+        chunked_loss.chunk_loss(model, math.ceil(limit * model.config.vocab_size / 2**28))
     for start in range(0, len(tokens) - 1, limit):
         ids = torch.tensor([tokens[start:start + limit + 1]], device=device)
         inputs = ids[:, :-1]

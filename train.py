@@ -143,7 +143,7 @@ def with_cuda_graphs(functions: StepFunctions, model, optimizer) -> StepFunction
     """Return the functions of a step as CUDA graphs: a replay launches all kernels of a function at once."""
 
     def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
-        return [*recipes.kept_tensors(model), *functions.fp8_state.kept_tensors()]
+        return [*recipes.engine_tensors(model), *functions.fp8_state.graph_tensors()]
 
     # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two calls of a pair run
     # from Python, then it is captured. Gradients, moments and learning rate are tensors, whose new values a

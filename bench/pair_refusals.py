@@ -4,7 +4,6 @@ A refused pair comes from `REFUSED` in nanote/config.py, or is an option that a 
 must end with exit code 2 and one line that names its options.
 """
 import contextlib
-import dataclasses
 import functools
 import io
 import itertools
@@ -43,21 +42,20 @@ def refused_pairs() -> list[dict]:
     """
     pairs = []
     for refusal in config.REFUSED:
-        names = [setting.option for setting in refusal.settings]
-        values = [example_values(setting) for setting in refusal.settings]
-        for some in itertools.product(*values):
-            pairs.append(dict(zip(names, some)))
+        examples = [example_values(option, values) for option, values in refusal.settings.items()]
+        for some in itertools.product(*examples):
+            pairs.append(dict(zip(refusal.settings, some)))
     for model in ("fast", *OTHER_MODELS):
         for option in lacked_options(model):
             pairs.append({"model": model, option: value_on(option)})
     return pairs
 
 
-def example_values(setting: config.Setting) -> list:
-    """Return the values to try for a setting of REFUSED."""
-    if not setting.values:
-        return [value_on(setting.option)]
-    return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in setting.values]
+def example_values(option: str, values: tuple) -> list:
+    """Return the values to try for an option and its values in REFUSED."""
+    if values == config.TURNED_ON:
+        return [value_on(option)]
+    return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in values]
 
 
 def value_on(option: str):
@@ -71,26 +69,7 @@ def value_on(option: str):
 def lacked_options(model: str) -> list[str]:
     """Return the options that a model file lacks, without those that REFUSED names with a better reason."""
     from nanote import models
-    model_class, config_class = models.model_classes(model)
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    lacked = []
-    if not models.takes_argument(model_class, "cu_seqlens"):
-        lacked.append("pack_documents")
-    named = options_named_with(model)
-    for option in models.MODEL_OPTIONS:
-        if option not in fields and option not in named:
-            lacked.append(option)
-    return lacked
-
-
-def options_named_with(model: str) -> set[str]:
-    """Return the options that REFUSED excludes for a model file."""
-    options = set()
-    for refusal in config.REFUSED:
-        first, second, *_ = refusal.settings
-        if first.option == "model" and model in first.values:
-            options.add(second.option)
-    return options
+    return list(models.lacked_options(model))
 
 
 # ---------------------------------------------------------------- a try of each
@@ -182,17 +161,17 @@ def refused_table() -> str:
     from bench.report import markdown
     rows = []
     for refusal in config.REFUSED:
-        *others, last = [as_shown(setting) for setting in refusal.settings]
+        *others, last = [as_shown(option, values) for option, values in refusal.settings.items()]
         rows.append([" with ".join(others), last, refusal.reason])
     return markdown(("option", "not with", "why"), rows, left=3)
 
 
-def as_shown(setting: config.Setting) -> str:
-    """Return a setting of REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
-    if not setting.values:
-        return f"`{config.flag(setting.option)}`"
-    first, *others = setting.values
-    texts = [config.as_typed(setting.option, first), *others]
+def as_shown(option: str, values: tuple) -> str:
+    """Return an option and its values in REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
+    if values == config.TURNED_ON:
+        return f"`{config.flag(option)}`"
+    first, *others = values
+    texts = [config.as_typed(option, first), *others]
     return ", ".join(f"`{text}`" for text in texts)
 
 

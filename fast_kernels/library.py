@@ -137,6 +137,6 @@ def device_tables(device, key, make):
     return tables
 
 
-def kept_tensors():
-    """Return the tensors that are kept between calls. A CUDA graph that was captured must hold them."""
+def cached_tables():
+    """Return the tables that are kept between calls. A CUDA graph that was captured must hold them."""
     return [table for tables in _tables.values() for table in tables]

@@ -3,9 +3,8 @@
 options.py fills a TrainConfig from the command line, a file, a checkpoint and a preset.
 """
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import tyro
 
@@ -124,12 +123,13 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError for a number out of range, and for options that exclude each other."""
-        for limit in RANGES:
-            for name in limit.options:
+        for rule, (keeps_rule, names) in RANGES.items():
+            for name in names:
                 value = getattr(self, name)
-                if value is not None and not limit.contains(value):
-                    raise ValueError(f"{flag(name)} {value}: must be {limit.rule}")
-        self.check_together(os.environ.get("NANOTE_ENGINE"))  # if unset, recipes.make checks again
+                if value is not None and not keeps_rule(value):
+                    raise ValueError(f"{flag(name)} {value}: must be {rule}")
+        # if unset, recipes.make checks again for --compile, the only rule that then counts
+        self.check_together(os.environ.get("NANOTE_ENGINE"))
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
 
@@ -137,9 +137,9 @@ class TrainConfig:
         """Raise ValueError for options that do not go together, or not with this engine."""
         options = vars(self) | {"NANOTE_ENGINE": engine}
         if refusal := find_refusal(options):
-            first = refusal.first_as_typed(options)
-            others = refusal.others_as_typed(options)
-            raise ValueError(f"{first}: does not go with {others}: {refusal.reason}; leave one of them out")
+            first, *others = [as_typed(name, options[name]) for name in refusal.settings]
+            raise ValueError(f"{first}: does not go with {' and '.join(others)}: {refusal.reason}; leave one "
+                             "of them out")
 
     def check_graphable(self, has_fp8_gpu: bool) -> None:
         """Raise ValueError if --cuda-graph on is impossible here."""
@@ -150,161 +150,113 @@ class TrainConfig:
         """Return whether steps are replayed as CUDA graphs."""
         if not has_fp8_gpu or self.cuda_graph == "off":
             return False
-        with_graph = vars(self) | {"cuda_graph": "on"}  # also if it is "auto"
+        with_graph = vars(self) | {"cuda_graph": "on"}  # what "on" would be refused with turns "auto" off
         return find_refusal(with_graph, REFUSED_WITH_GRAPH) is None
 
 
 # ---------------------------------------------------------------- numbers out of range
 
-@dataclass(frozen=True)
-class Range:
-    """A rule that the numbers of some options keep."""
-
-    rule: str  # as in "--lr 0: must be above 0"
-    contains: Callable[[float], bool]
-    options: list[str]
-
-
-RANGES = (
-    Range("a number that float32 can hold", lambda value: abs(value) < 2.0**128,
-          ["rope_theta", "lr", "weight_decay", "grad_clip"]),
-    Range("at least 1", lambda value: value >= 1, """
-          max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval keep_checkpoints n_positions
-          vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner loss_chunks
-          fp8_amax_history_len""".split()),
-    Range("0 or more", lambda value: value >= 0, """
-          warmup_steps eval_interval checkpoint_interval fp8_health_interval seed weight_decay grad_clip
-          fp8_skip_first fp8_skip_last fp8_margin""".split()),
-    Range("above 0", lambda value: value > 0, ["lr", "rope_theta"]),
-    Range("from 0 to 1", lambda value: 0 <= value <= 1, ["layernorm_epsilon"]),
-    Range("at least 0 and below 1", lambda value: 0 <= value < 1, ["dropout", "attn_dropout"]),
-)
+RANGES = {  # rule, as in "--lr 0: must be above 0": (whether a number keeps it, options)
+    "a number that float32 can hold": (
+        lambda number: abs(number) < 2.0**128, ["rope_theta", "lr", "weight_decay", "grad_clip"]),
+    "at least 1": (lambda number: number >= 1, """
+        max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval keep_checkpoints n_positions
+        vocab_size n_layer n_head n_kv_head head_dim n_embd n_inner loss_chunks
+        fp8_amax_history_len""".split()),
+    "0 or more": (lambda number: number >= 0, """
+        warmup_steps eval_interval checkpoint_interval fp8_health_interval seed weight_decay grad_clip
+        fp8_skip_first fp8_skip_last fp8_margin""".split()),
+    "above 0": (lambda number: number > 0, ["lr", "rope_theta"]),
+    "from 0 to 1": (lambda number: 0 <= number <= 1, ["layernorm_epsilon"]),
+    "at least 0 and below 1": (lambda number: 0 <= number < 1, ["dropout", "attn_dropout"]),
+}
 
 
 # ---------------------------------------------------------------- options that exclude each other
 
-@dataclass(frozen=True)
-class Setting:
-    """An option that is turned on or, with `values`, that has one of them."""
+class Refusal(NamedTuple):
+    """Options that do not go together, {option: its values that do not}, and why. The environment variable
+    NANOTE_ENGINE counts as an option."""
 
-    option: str  # of TrainConfig, or the environment variable NANOTE_ENGINE
-    values: tuple[str, ...] = ()
-
-    def applies(self, options: dict) -> bool:
-        value = options.get(self.option)
-        if not self.values:
-            return bool(value)
-        name, _, _ = str(value).partition(":")  # "custom" of custom:module.function
-        return name in self.values
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Settings that do not go together, and why."""
-
-    settings: tuple[Setting, ...]
+    settings: dict[str, tuple[str, ...]]
     reason: str
 
-    def applies(self, options: dict) -> bool:
-        return all(setting.applies(options) for setting in self.settings)
 
-    def first_as_typed(self, options: dict) -> str:
-        """Return the first setting as it is typed: "--parallel fsdp"."""
-        name = self.settings[0].option
-        return as_typed(name, options[name])
-
-    def others_as_typed(self, options: dict) -> str:
-        """Return the settings after the first as they are typed: "--compile and --fp8-recipe delayed"."""
-        names = [setting.option for setting in self.settings[1:]]
-        return " and ".join(as_typed(name, options[name]) for name in names)
-
-
-SHARDED = Setting("parallel", ("fsdp", "hsdp"))
-COMPILED = Setting("compile")
-MUON = Setting("optimizer", ("muon",))
-ATTENTION_DROPOUT = Setting("attn_dropout")
-FLOAT32 = Setting("dtype", ("float32",))
-WITH_GRAPH = Setting("cuda_graph", ("on",))
-WITHOUT_FP8 = Setting("fp8_recipe", ("none",))
-DELAYED = Setting("fp8_recipe", ("delayed",))
-NOT_DELAYED = Setting("fp8_recipe", ("current", "block", "mxfp8", "nvfp4", "custom"))
-FP8_HEALTH = Setting("fp8_health_interval")
-FAST_MODEL = Setting("model", ("fast",))
-ON_TE = Setting("NANOTE_ENGINE", ("te",))
-ON_FAST_KERNELS = Setting("NANOTE_ENGINE", ("fast",))
-ON_REFERENCE = Setting("NANOTE_ENGINE", ("reference",))
+TURNED_ON = ()  # in place of values: any but the one that turns the option off
+SHARDED = ("fsdp", "hsdp")
+NOT_DELAYED = ("current", "block", "mxfp8", "nvfp4", "custom")
 REFUSED_WITH_GRAPH = (
-    Refusal((WITH_GRAPH, COMPILED), "--compile-mode reduce-overhead captures its own graphs"),
-    Refusal((WITH_GRAPH, Setting("gradient_checkpointing")), "recomputation reads random states on the host"),
-    Refusal((WITH_GRAPH, ATTENTION_DROPOUT), "each replay would repeat the dropout mask"),
+    Refusal({"cuda_graph": ("on",), "compile": TURNED_ON},
+            "--compile-mode reduce-overhead captures its own graphs"),
+    Refusal({"cuda_graph": ("on",), "gradient_checkpointing": TURNED_ON},
+            "recomputation reads random states on the host"),
+    Refusal({"cuda_graph": ("on",), "attn_dropout": TURNED_ON}, "each replay would repeat the dropout mask"),
 )
 REFUSED_WITH_FAST_MODEL = (
-    Refusal((FAST_MODEL, Setting("NANOTE_ENGINE", ("te", "reference"))),
+    Refusal({"model": ("fast",), "NANOTE_ENGINE": ("te", "reference")},
             "model_te_fast runs on fast_kernels only"),
-    Refusal((FAST_MODEL, NOT_DELAYED), "model_te_fast has delayed scaling only"),
-    Refusal((FAST_MODEL, FLOAT32), "weights of model_te_fast are BF16"),
-    Refusal((FAST_MODEL, COMPILED), "model_te_fast runs uncompiled, fastest in CUDA graphs"),
-    Refusal((FAST_MODEL, ATTENTION_DROPOUT), "the attention of model_te_fast has no dropout"),
-    Refusal((FAST_MODEL, FP8_HEALTH), "fused modules of model_te_fast cannot be measured"),
-    Refusal((FAST_MODEL, Setting("attention", ("sdpa", "te", "flash"))),
+    Refusal({"model": ("fast",), "fp8_recipe": NOT_DELAYED}, "model_te_fast has delayed scaling only"),
+    Refusal({"model": ("fast",), "dtype": ("float32",)}, "weights of model_te_fast are BF16"),
+    Refusal({"model": ("fast",), "compile": TURNED_ON},
+            "model_te_fast runs uncompiled, fastest in CUDA graphs"),
+    Refusal({"model": ("fast",), "attn_dropout": TURNED_ON}, "the attention of model_te_fast has no dropout"),
+    Refusal({"model": ("fast",), "fp8_health_interval": TURNED_ON},
+            "fused modules of model_te_fast cannot be measured"),
+    Refusal({"model": ("fast",), "attention": ("sdpa", "te", "flash")},
             "model_te_fast has one attention kernel"),
 )
-# What a model file lacks has no row here: its config has no such field.
-REFUSED = (
-    Refusal((SHARDED, COMPILED), "not tested with sharded weights"),
-    Refusal((SHARDED, MUON), "Muon needs whole matrices"),
-    Refusal((WITHOUT_FP8, FP8_HEALTH), "there is no FP8"),
-    Refusal((COMPILED, FP8_HEALTH), "compiled code runs no hooks"),
+REFUSED = (  # What else a model lacks has no row: lacked_options of models.py finds it.
+    Refusal({"parallel": SHARDED, "compile": TURNED_ON}, "not tested with sharded weights"),
+    Refusal({"parallel": SHARDED, "optimizer": ("muon",)}, "Muon needs whole matrices"),
+    Refusal({"fp8_recipe": ("none",), "fp8_health_interval": TURNED_ON}, "there is no FP8"),
+    Refusal({"compile": TURNED_ON, "fp8_health_interval": TURNED_ON}, "compiled code runs no hooks"),
     *REFUSED_WITH_GRAPH,
     *REFUSED_WITH_FAST_MODEL,
-    Refusal((ON_FAST_KERNELS, NOT_DELAYED), "fast_kernels has delayed scaling only"),
-    Refusal((ON_FAST_KERNELS, FLOAT32, DELAYED), "FP8 GEMMs of fast_kernels take BF16 weights"),
-    Refusal((ON_REFERENCE, Setting("fp8_recipe", ("nvfp4", "custom"))), "only TE has this recipe"),
-    Refusal((ON_TE, COMPILED, DELAYED), "TE does not support delayed scaling under torch.compile; "
-                                        "NANOTE_ENGINE=fast (Hopper) does"),
+    Refusal({"NANOTE_ENGINE": ("fast",), "fp8_recipe": NOT_DELAYED},
+            "fast_kernels has delayed scaling only"),
+    Refusal({"NANOTE_ENGINE": ("fast",), "dtype": ("float32",), "fp8_recipe": ("delayed",)},
+            "FP8 GEMMs of fast_kernels take BF16 weights"),
+    Refusal({"NANOTE_ENGINE": ("reference",), "fp8_recipe": ("nvfp4", "custom")},
+            "only TE has this recipe"),
+    Refusal({"NANOTE_ENGINE": ("te",), "compile": TURNED_ON, "fp8_recipe": ("delayed",)},
+            "TE does not support delayed scaling under torch.compile; NANOTE_ENGINE=fast (Hopper) does"),
 )
 
 
 def find_refusal(options: dict, rows=REFUSED) -> Refusal | None:
     """Return the first of these rows that applies, if there is one."""
     for refusal in rows:
-        if refusal.applies(options):
+        if all(_has_value(options.get(name), values) for name, values in refusal.settings.items()):
             return refusal
     return None
 
 
+def _has_value(value, values: tuple[str, ...]) -> bool:
+    """Return whether a value is among those of a Refusal."""
+    if values == TURNED_ON:
+        return bool(value)
+    name, _, _ = str(value).partition(":")  # "custom" of custom:module.function
+    return name in values
+
+
 # ---------------------------------------------------------------- options without effect
 
-@dataclass(frozen=True)
-class Ineffective:
-    """Options that have no effect with another one. What a model lacks is refused in models.py."""
-
-    options: list[str]
-    other: str
-    applies: Callable[[TrainConfig], bool]
-
-
-WITHOUT_EFFECT = (
-    Ineffective(["fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"], "fp8_recipe",
-                lambda config: config.fp8_recipe != "delayed"),
-    Ineffective(["fp8_format"], "fp8_recipe",
-                lambda config: config.fp8_recipe.startswith(("none", "nvfp4", "custom:"))),
-    Ineffective(["fp8_lm_head", "fp8_skip_first", "fp8_skip_last"], "fp8_recipe",
-                lambda config: config.fp8_recipe == "none"),
-    Ineffective(["rope_theta"], "use_rotary",
-                lambda config: not config.use_rotary and not is_model_file(config.model)),
-    Ineffective(["param_remainders"], "dtype", lambda config: config.dtype == "float32"),
-    Ineffective(["eval_tokens"], "eval_interval",
-                lambda config: config.eval_interval == 0 and not config.eval_only),
-    Ineffective(["keep_checkpoints"], "checkpoint_interval",
-                lambda config: config.checkpoint_interval == 0),
-    Ineffective(["fp8_health_interval"], "max_steps",
-                lambda config: config.fp8_health_interval > config.max_steps),
-    Ineffective("""
-        dropout attn_dropout gradient_checkpointing max_steps grad_accum lr lr_schedule warmup_steps optimizer
+WITHOUT_EFFECT = (  # (options, the one that takes their effect away, whether it does)
+    (["fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"], "fp8_recipe",
+     lambda config: config.fp8_recipe != "delayed"),
+    (["fp8_format"], "fp8_recipe",
+     lambda config: config.fp8_recipe.startswith(("none", "nvfp4", "custom:"))),
+    (["fp8_lm_head", "fp8_skip_first", "fp8_skip_last"], "fp8_recipe",
+     lambda config: config.fp8_recipe == "none"),
+    (["rope_theta"], "use_rotary", lambda config: not config.use_rotary and not is_model_file(config.model)),
+    (["param_remainders"], "dtype", lambda config: config.dtype == "float32"),
+    (["eval_tokens"], "eval_interval", lambda config: config.eval_interval == 0 and not config.eval_only),
+    (["keep_checkpoints"], "checkpoint_interval", lambda config: config.checkpoint_interval == 0),
+    (["fp8_health_interval"], "max_steps", lambda config: config.fp8_health_interval > config.max_steps),
+    ("""dropout attn_dropout gradient_checkpointing max_steps grad_accum lr lr_schedule warmup_steps optimizer
         weight_decay grad_clip seed moment_dtype param_remainders cuda_graph eval_interval checkpoint_interval
         keep_checkpoints log_interval wandb fp8_health_interval profile""".split(),
-        "eval_only", lambda config: config.eval_only),
+     "eval_only", lambda config: config.eval_only),
 )
 
 

@@ -29,7 +29,7 @@ class FP8State:
     """Scales and amax histories of a model, all on one device, and what they were before a step.
 
     Both methods of a step are a few kernels on fixed memory, without a host synchronization: CUDA graphs can
-    capture them. A graph needs `kept_tensors` while it lives. Without delayed scaling they do nothing.
+    capture them. A graph needs `graph_tensors` while it lives. Without delayed scaling they do nothing.
 
     The tensors of the state are many and small, so each method copies all of them at once. `save` copies the
     modules' values to `before`. `restore` copies them to `after`, replaces these by `before` if the step is
@@ -66,7 +66,7 @@ class FP8State:
         torch._foreach_copy_(self.flat_tensors, self.views_of_after)
         self.fallen.update()
 
-    def kept_tensors(self) -> list:
+    def graph_tensors(self) -> list:
         """Return the tensors that a captured CUDA graph of both methods uses."""
         if not self.tensors:
             return []

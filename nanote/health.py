@@ -75,9 +75,19 @@ def _weights_of_gemms(module) -> dict:
     return {"": list(weights.values())}  # several: Q, K and V of one GEMM
 
 
-def count_gemms(model, has_run: bool) -> tuple[int, int]:
-    """Return how many of a model's GEMMs with a weight run in FP8, and how many it has. has_run: in the last
-    forward pass; else by the config, which must be that of one of the kit's files."""
+def count_gemms_that_ran(model) -> tuple[int, int]:
+    """Return how many of a model's GEMMs with a weight ran in FP8 in its last forward pass, and how many it
+    has."""
+    return _count_gemms(model, lambda name, module: runs_in_fp8(module))
+
+
+def count_gemms_by_config(model) -> tuple[int, int]:
+    """Return the same before a pass, for a model of one of the kit's files, whose config tells it."""
+    return _count_gemms(model, lambda name, module: _is_fp8_chosen(model, name))
+
+
+def _count_gemms(model, is_in_fp8) -> tuple[int, int]:
+    """Return how many GEMMs are of modules with `is_in_fp8(name, module)`, and how many there are."""
     in_fp8 = 0
     total = 0
     for name, module in model.named_modules():
@@ -86,8 +96,7 @@ def count_gemms(model, has_run: bool) -> tuple[int, int]:
         if hasattr(module, "fp8_meta"):
             count = len(_weights_of_gemms(module))
             total += count
-            is_in_fp8 = runs_in_fp8(module) if has_run else _is_fp8_chosen(model, name)
-            if is_in_fp8:
+            if is_in_fp8(name, module):
                 in_fp8 += count
         elif isinstance(module, torch.nn.Linear):
             total += 1
@@ -124,7 +133,10 @@ def _delayed(module, tensor: str) -> dict:
 
 @torch.no_grad()
 def _record(seen, handles, name, module, args, output):
-    """Forward hook. fp8_meta has the scales of this pass: they are updated after the whole forward pass."""
+    """Forward hook: record input and weights now, and the output's gradient in a hook of the backward pass.
+
+    fp8_meta has the scales of this pass: they are updated after the whole forward pass.
+    """
     if not runs_in_fp8(module):
         return
     weights = _weights_of_gemms(module)

@@ -12,7 +12,7 @@ import torch
 
 from nanote import engine, health, own_model, parallel, recipes
 from nanote.command import error_line
-from nanote.config import PRESETS, REFUSED_WITH_FAST_MODEL, TrainConfig, find_refusal, flag, is_model_file
+from nanote.config import PRESETS, REFUSED_WITH_FAST_MODEL, TrainConfig, as_typed, find_refusal, is_model_file
 from nanote.own_model import field_names, load_file, read_fields
 
 MODELS = {  # --model: (module, model class, config class)
@@ -28,9 +28,7 @@ MODEL_OPTIONS = """
     n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta use_qk_norm
     bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
-# FastConfig lacks these options, too; REFUSED_WITH_FAST_MODEL refuses their values with a better reason.
-REFUSED_ELSEWHERE = {"attn_dropout", "attention"}
-INSTEAD = {  # what the kit's files that lack an option have
+INSTEAD = {  # what the kit's files that lack an option of a preset have
     "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
     "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}
 
@@ -65,27 +63,67 @@ def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):
     if is_model_file(name):
         load_file(name)
         options = (saved or {}) | options
-    model_class, config_class = model_classes(name)
     if config.set:
+        _, config_class = model_classes(name)
         options |= read_fields(config.set, config_class, saved)
-    fields = field_names(config_class)
-    check_support(config, use_fp8, model_class, fields)
-    if name == "fast":
-        fields |= REFUSED_ELSEWHERE
-    ignored = ignored_options(config, fields)
-    if ignored:
-        print_ignored(config, ignored)
+    check_lacked(config, lacked_options(name))
     return make_model_config(name, options)
 
 
-def check_support(config, use_fp8: bool, model_class, fields: set[str]) -> None:
-    """Raise ValueError if a model, whose config has these `fields`, can do no FP8 or no packed documents."""
-    if use_fp8 and "use_fp8" not in fields:
-        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
-                         "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
-    if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
-        raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
-                         "leave the option out, or use --model optimized")
+def lacked_options(name: str) -> dict[str, str]:
+    """Return {option that model `name` has no place for: what it lacks, and what to do}."""
+    model_class, config_class = model_classes(name)
+    fields = field_names(config_class)
+    advice = "leave the option out, or use --model optimized"
+    lacked = {}
+    if "use_fp8" not in fields:
+        lacked["fp8_recipe"] = (f"the config of --model {name} has no field use_fp8, so it does not train in "
+                                "FP8; pass --fp8-recipe none")
+    if not takes_argument(model_class, "cu_seqlens"):
+        lacked["pack_documents"] = f"forward of --model {name} has no argument cu_seqlens; {advice}"
+    for option in MODEL_OPTIONS:
+        if option not in fields:
+            lacked[option] = f"the config of --model {name} has no field {option}; {advice}"
+    if name == "fast":
+        for refusal in REFUSED_WITH_FAST_MODEL:  # whose reasons are better
+            for option in refusal.settings:
+                lacked.pop(option, None)
+    return lacked
+
+
+def check_lacked(config, lacked: dict[str, str]) -> None:
+    """Raise ValueError for an option that the model lacks, see `lacked_options`, and that a user asked for.
+    Print those that only --preset asks for."""
+    defaults = vars(TrainConfig())
+    preset = defaults | PRESETS[config.preset]
+    ignored = []
+    for option, reason in lacked.items():
+        value = getattr(config, option)
+        if option == "fp8_recipe":
+            is_refused = value != "none"
+        elif option == "pack_documents":
+            is_refused = value
+        else:
+            is_refused = option in config.typed or value not in (defaults[option], preset[option])
+        if is_refused:
+            raise ValueError(f"{as_typed(option, value)}: {reason}")
+        if option in MODEL_OPTIONS and value != defaults[option]:
+            ignored.append(option)
+    if ignored and parallel.rank() == 0:
+        print_ignored(config, ignored)
+
+
+def print_ignored(config, ignored: list[str]) -> None:
+    """Print what a model lacks of --preset, and what the kit's files have instead."""
+    lacks = []
+    for name in ignored:
+        value = getattr(config, name)
+        lacks.append(name if value is True else f"{name}={value}")
+    line = f"--model {config.model}: has no {', '.join(lacks)} of --preset {config.preset}"
+    if not is_model_file(config.model):
+        instead = [INSTEAD[name] for name in ignored if name in INSTEAD]
+        line += f": trains with {', '.join(instead)}"
+    print(line, flush=True)
 
 
 def engine_of(model) -> str:
@@ -99,46 +137,11 @@ def check_gemms(model, config) -> None:
     """Raise ValueError if one of the kit's models would run no GEMM in FP8."""
     if is_model_file(config.model):
         return  # it has not run yet, so that its GEMMs in FP8 are not known
-    in_fp8, _ = health.count_gemms(model, has_run=False)
+    in_fp8, _ = health.count_gemms_by_config(model)
     if not in_fp8:
         raise ValueError(f"--fp8-skip-first {config.fp8_skip_first}, --fp8-skip-last {config.fp8_skip_last}, "
                          f"--no-fp8-lm-head: leave no GEMM of {config.n_layer} blocks in FP8; skip fewer "
                          "blocks, leave --no-fp8-lm-head out, or pass --fp8-recipe none")
-
-
-def ignored_options(config, fields: set[str]) -> list[str]:
-    """Return the options of the preset that a model ignores, since they are not among these `fields`.
-
-    Raises ValueError for an option that the user typed, and for a value of neither the preset nor the
-    defaults.
-    """
-    defaults = vars(TrainConfig())
-    preset = defaults | PRESETS[config.preset]
-    ignored = []
-    for option in MODEL_OPTIONS:
-        if option in fields:
-            continue
-        value = getattr(config, option)
-        if option in config.typed or value not in (defaults[option], preset[option]):
-            raise ValueError(f"{flag(option)}: the config of --model {config.model} has no field {option}; "
-                             "leave the option out, or use --model optimized")
-        if value != defaults[option]:
-            ignored.append(option)
-    return ignored
-
-
-def print_ignored(config, ignored: list[str]) -> None:
-    """Print what a model lacks of --preset, and what the kit's files have instead."""
-    lacks = []
-    for name in ignored:
-        value = getattr(config, name)
-        lacks.append(name if value is True else f"{name}={value}")
-    line = f"--model {config.model}: has no {', '.join(lacks)} of --preset {config.preset}"
-    if not is_model_file(config.model):
-        instead = [INSTEAD[name] for name in ignored if name in INSTEAD]
-        line += f": trains with {', '.join(instead)}"
-    if parallel.rank() == 0:
-        print(line, flush=True)
 
 
 def pick_model(options: dict, device, dtype) -> tuple[str, str]:
@@ -165,7 +168,8 @@ def fast_unsupported_reason(options: dict, dtype) -> str:
     options = options | {"model": "fast", "NANOTE_ENGINE": os.environ.get("NANOTE_ENGINE"),
                          "dtype": str(dtype).removeprefix("torch.")}
     if refusal := find_refusal(options, REFUSED_WITH_FAST_MODEL):
-        return f"{refusal.others_as_typed(options)}: {refusal.reason}"
+        _, other = refusal.settings  # the first is --model fast
+        return f"{as_typed(other, options[other])}: {refusal.reason}"
     from fast_kernels import modules  # needs Triton
     return modules.unsupported_reason()
 
@@ -184,7 +188,8 @@ def describe_fp8(model, config) -> str:
     line = f"--fp8-recipe {config.fp8_recipe}"
     if fp8_format := recipes.resolve_format(config.fp8_recipe, config.fp8_format):
         line += f" {fp8_format}"
-    in_fp8, total = health.count_gemms(model, has_run=is_model_file(config.model))
+    count_gemms = health.count_gemms_that_ran if is_model_file(config.model) else health.count_gemms_by_config
+    in_fp8, total = count_gemms(model)
     line += f", {in_fp8} of {total} GEMMs in FP8"
     if not in_fp8:
         line += " (use te.Linear in te.autocast, or pass --fp8-recipe none)"
@@ -227,7 +232,7 @@ def make_model_config(name, options):
     values = {key: value for key, value in options.items() if key in fields and value is not None}
     try:
         return config_class(**values)
-    except (TypeError, AssertionError) as error:  # of the user's own class; the five raise ValueError
+    except (TypeError, AssertionError) as error:  # of the user's own class; the kit's own raise ValueError
         raise ValueError(f"--model {name}: {config_class.__name__}: {error_line(error)}") from error
 
 

@@ -47,6 +47,7 @@ def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in argv if argument not in ("-h", "--help")]
+    asks_for_help = len(arguments) < len(argv)
     from_command_line = read_command_line(arguments)
     from_run = {}
     from_file = {}
@@ -58,8 +59,7 @@ def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
             from_file = options_of_file(content, f"--config {path}")
     overrides = merge(from_run, from_file, from_command_line)
     if restarted:
-        has_checkpoint = any(Path(restarted).glob("step-*"))
-        overrides |= {"out_dir": restarted, "resume": has_checkpoint}
+        overrides |= {"out_dir": restarted, "resume": any(Path(restarted).glob("step-*"))}
     from_checkpoint = {}
     folder = None
     if overrides.get("resume") or overrides.get("eval_only"):
@@ -69,11 +69,11 @@ def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
         from_checkpoint = options_of_run(meta["config"], folder)
     options = merge(from_checkpoint, overrides)
     from_preset = PRESETS[options.get("preset", TrainConfig.preset)]
-    if len(arguments) < len(argv):  # --help: prints and exits
+    if asks_for_help:  # prints the defaults of the preset, and exits
         parse(TrainConfig, ["--help"], "train.py", default=TrainConfig(**from_preset))
     config = TrainConfig(**(from_preset | options))
     config.typed = frozenset(from_file | from_command_line)
-    check_code_is_typed(config, from_command_line)
+    check_code_is_on_command_line(config, from_command_line)
     config.check()
     print_without_effect(config)
     if folder:
@@ -88,7 +88,7 @@ def read_config(argv=None, restarted: str | None = None) -> TrainConfig:
 def read_command_line(arguments: list[str]) -> dict:
     """Return {option: value} of the options in a command line. tyro prints mistakes, and exits.
 
-    tyro returns a whole TrainConfig, in which a typed option looks like a default: names come from the text.
+    tyro does not tell which options were typed, so their names are found in the text.
     """
     defaults = TrainConfig(**PRESETS[TrainConfig.preset])  # those of another preset are merged later
     try:
@@ -131,12 +131,12 @@ def find_checkpoint(options: dict) -> tuple[Path, dict]:
     return folder, checkpoint.read_meta(folder)
 
 
-def check_code_is_typed(config: TrainConfig, typed: dict) -> None:
-    """Raise ValueError for a model file or a custom recipe that is not on the command line, `typed`."""
+def check_code_is_on_command_line(config: TrainConfig, from_command_line: dict) -> None:
+    """Raise ValueError for a model file or a custom recipe that is not on the command line."""
     for name in ("model", "fp8_recipe"):
         value = getattr(config, name)
         is_code = is_model_file(value) or value.startswith("custom:")
-        if is_code and typed.get(name) != value:
+        if is_code and from_command_line.get(name) != value:
             raise ValueError(f"{flag(name)} {value}: code is never taken from a file of options or a "
                              f"checkpoint; pass {flag(name)} {value} on the command line")
 
@@ -145,15 +145,15 @@ def print_without_effect(config: TrainConfig) -> None:
     """Print a line about typed options that have no effect with another one."""
     if os.environ.get("RANK", "0") != "0":
         return
-    for row in WITHOUT_EFFECT:
+    for names, other, applies in WITHOUT_EFFECT:
         without_effect = []
-        for name in row.options:
+        for name in names:
             value = getattr(config, name)
             if name in config.typed and value not in OFF_VALUES:
                 without_effect.append(as_typed(name, value))
-        if without_effect and row.applies(config):
-            other = as_typed(row.other, getattr(config, row.other))
-            print(f"{', '.join(without_effect)}: no effect with {other}", flush=True)
+        if without_effect and applies(config):
+            cause = as_typed(other, getattr(config, other))
+            print(f"{', '.join(without_effect)}: no effect with {cause}", flush=True)
 
 
 def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> None:
@@ -161,12 +161,21 @@ def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> N
     for name in MUST_MATCH:
         value = getattr(config, name)
         before = saved.get(name, value)
-        is_moved_file = name == "model" and is_model_file(value) and is_model_file(before)
-        is_same_network = {value, before} <= {"auto", "fast", "optimized"}
-        if value != before and not is_moved_file and not is_same_network:
+        if name == "model":
+            fits = is_same_model(value, before)
+        else:
+            fits = value == before
+        if not fits:
             raise ValueError(f"{flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
     if config.max_steps < step and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {step} steps; pass {2 * step}")
+
+
+def is_same_model(name: str, before: str) -> bool:
+    """Return whether two values of --model have the same weights. Your own file may have moved."""
+    if is_model_file(name) and is_model_file(before):
+        return True
+    return name == before or {name, before} <= {"auto", "fast", "optimized"}
 
 
 # ---------------------------------------------------------------- options in JSON and YAML
@@ -209,7 +218,7 @@ def options_of_run(content: dict, source) -> dict:
             continue
         if name in OPTION_TYPES:
             options[name] = read_value(name, value, source)
-        elif GONE.get(name) != value:
+        elif GONE.get(name) != value:  # with its default it changed nothing
             gone.append(f"{name} {value}")
     if gone:
         print(f"{source}: left out, since this version has no such options: {', '.join(gone)}")

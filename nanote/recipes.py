@@ -33,7 +33,8 @@ def has_fp8_gpu(device) -> bool:
 
 
 def is_interpreted() -> bool:
-    """Return whether fast_kernels run without a GPU, in Triton's interpreter (TRITON_INTERPRET=1)."""
+    """Return whether fast_kernels run without a GPU, in Triton's interpreter."""
+    # without a GPU unsupported_reason() is "" only if TRITON_INTERPRET=1
     return ENGINE == "fast" and not torch.cuda.is_available() and not te.unsupported_reason()
 
 
@@ -188,15 +189,14 @@ def set_state(model, state):
         load_fp8_state(model, remaining)  # removes what it sets
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
-    unknown = [name for name in state if name in remaining]
-    if unknown:
-        raise ValueError(f"FP8 state of {unknown[0]}: no such module here; resume with the model that "
-                         "saved it")
+    for name in state:
+        if name in remaining:
+            raise ValueError(f"FP8 state of {name}: no such module here; resume with the model that saved it")
 
 
-def kept_tensors(model) -> list:
-    """Return the tensors that the engine keeps between calls, in dicts. A CUDA graph that was captured must
-    hold them."""
+def engine_tensors(model) -> list:
+    """Return the tensors that the engine keeps between calls, some in dicts. A CUDA graph that was captured
+    must hold them."""
     kept = []
     for module in model.modules():
         for name in ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers"):
@@ -204,7 +204,7 @@ def kept_tensors(model) -> list:
             if isinstance(state, dict):
                 kept.append(dict(state))
     if library := sys.modules.get("fast_kernels.library"):  # imported only where its kernels run
-        kept += library.kept_tensors()
+        kept += library.cached_tables()
     return kept
 
 

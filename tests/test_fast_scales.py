@@ -107,7 +107,7 @@ def test_in_a_cuda_graph():
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             scales.update(others, 448.0)
     scales.update(states, 448.0)
-    graph, kept = torch.cuda.CUDAGraph(), library.kept_tensors()
+    graph, kept = torch.cuda.CUDAGraph(), library.cached_tables()
     with torch.cuda.graph(graph):
         scales.update(states, 448.0)
     for _ in range(3):

@@ -70,7 +70,7 @@ def compare_ranks(p2p_disable):
         optimizer.step(clip_coefficient(norm, 1.0), skip=~norm.isfinite())
         return norm
 
-    graph = CudaGraph(step, keep=lambda: recipes.kept_tensors(model))
+    graph = CudaGraph(step, keep=lambda: recipes.engine_tensors(model))
     norms = [graph(torch.randint(0, 512, (8, 129), device=device)).item() for _ in range(6)]
     optimizer.gather_state()
     same_weights = all([is_as_on_rank_0(parameter) for parameter in model.parameters()])

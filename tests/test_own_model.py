@@ -80,7 +80,7 @@ def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens):
     ("--model mine.py:Nothing --fp8-recipe none", "mine.py:Nothing: cannot be imported (AttributeError"),
     ("--model broken.py:Pair --fp8-recipe none", "broken.py:Pair: cannot be imported (SyntaxError"),
     ("--model mine.py:Pair", "has no field use_fp8, so it does not train in FP8; pass --fp8-recipe none"),
-    (f"{PAIR} --n-layer 3", "--n-layer: the config of --model mine.py:Pair has no field n_layer"),
+    (f"{PAIR} --n-layer 3", "--n-layer 3: the config of --model mine.py:Pair has no field n_layer"),
     (f"{PAIR} --pack-documents", "forward of --model mine.py:Pair has no argument cu_seqlens"),
     (f"{PAIR} --optimizer muon", "trains the matrices of model.blocks"),
     ("--model two.py:Pair --fp8-recipe none", "NotTheConfig and PairConfig have the fields vocab_size"),
