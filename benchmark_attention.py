@@ -43,9 +43,9 @@ HEAD = f"{'':32}{'forward':>9}{'backward':>10}{'both ms':>9}{'TFLOP/s':>9}{'GiB'
 
 @dataclass
 class Options:
+    # Batch x length x heads x KV heads x head width.
     shapes: tuple[str, ...] = ("32x1024x12x12x64", "8x2048x12x12x64", "4x4096x32x32x128", "1x16384x32x8x128",
                                "8x2048x16x4x128") if HAS_GPU else ("2x128x4x2x32",)
-    """Batch x length x heads x KV heads x head width."""
     json: Path | None = None  # Write the figures here.
 
 

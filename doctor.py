@@ -194,7 +194,7 @@ def check_fp8():
 
 
 def check_te(cuda, capability):
-    """Check Transformer Engine on a GPU. What makes it unusable ends the process, as an import error does."""
+    """Check Transformer Engine on a GPU. Raise ImportError if it cannot be used."""
     packages = installed(*TE_PACKAGES)
     needed = gpu_requirement("transformer-engine")
     cores = [name[-2:] for name in packages if "-cu" in name]  # 12 or 13, the CUDA of the core library
@@ -202,12 +202,16 @@ def check_te(cuda, capability):
         status = "fail" if capability >= (8, 9) else "info"
         yield status, "Transformer Engine is not installed: FP8 would be emulated, slowly", INSTALL
         return
-    if len(set(packages.values())) > 1 or cores not in ([], [cuda.partition(".")[0]]):
-        sys.exit(f"Transformer Engine is not of one version for PyTorch's CUDA {cuda}: {packages}")
+    major, _, _ = cuda.partition(".")
+    has_other_core = cores and cores != [major]
+    if has_other_core or len(set(packages.values())) > 1:
+        problem = f"Transformer Engine is not of one version for PyTorch's CUDA {cuda}: {packages}"
+        raise ImportError(problem)
     import transformer_engine.pytorch
     te_version = transformer_engine.__version__
     if parse_version(te_version) < parse_version(re.search(r">=([\d.]+)", needed)[1]):
-        sys.exit(f"Transformer Engine {te_version} is too old, {needed} is needed")
+        problem = f"Transformer Engine {te_version} is too old, {needed} is needed"
+        raise ImportError(problem)
     yield "ok", f"Transformer Engine {te_version}", ""
     folders = sorted(set(re.findall(r"(/\S*)/libcudnn", Path("/proc/self/maps").read_text())))
     if len(folders) > 1:

@@ -59,8 +59,8 @@ class Options:
     formats: tuple[Literal["hybrid", "e4m3"], ...] = ("hybrid", "e4m3")
     margins: tuple[int, ...] = (0, 1, 2)
     histories: tuple[int, ...] = (1, 16, 1024)  # With the algorithm max; 1 is most_recent, too.
+    # "none" is always among them.
     disturbances: tuple[Literal[stability.DISTURBANCES], ...] = stability.DISTURBANCES
-    """"none" is always among them."""
     model: Literal[tuple(stability.MODELS)] = "optimized"  # optimized or te (te.TransformerLayer).
     sizes: tuple[str, ...] = ("4x256",) if HAS_GPU else ("2x64",)  # Layers x width.
     lr: float = 1e-3 if HAS_GPU else 2e-3

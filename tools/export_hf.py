@@ -179,40 +179,66 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: di
 
 def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer) -> None:
     """Write weights, config, generation config and tokenizer."""
-    import transformers  # slow to import
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder, max_shard_size=4 * 2**30)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    is_hf = isinstance(tokenizer, HfTokenizer)
+    write_config(folder, config, vocab_size, tokenizer, dtype)
+    write_generation_config(folder, vocab_size, tokenizer)
+    write_tokenizer(folder, tokenizer, config.n_positions)
+
+
+def write_config(folder: Path, config, vocab_size: int, tokenizer, dtype: str) -> None:
+    """Write config.json. Its entry nanote has what import_hf.py cannot see elsewhere."""
     nanote = {"bias": config.bias}
-    if is_hf:
-        theirs = read_json(tokenizer.folder / "config.json")
-        ids = {name: theirs.get(name) for name in ("bos_token_id", "pad_token_id")}
-        generation = ids | read_json(tokenizer.folder / "generation_config.json")
-        generation = {name: value for name, value in generation.items() if name not in NOT_KEPT}
-    else:
+    if not isinstance(tokenizer, HfTokenizer):
         nanote["tokenizer"] = tokenizer.name
-        ids = {"bos_token_id": tokenizer.eot}
-        generation = {"pad_token_id": tokenizer.eot}
-    hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
-                         eos_token_id=tokenizer.eot, **ids).save_pretrained(folder)
-    suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
+    hf_config = hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
+                                     eos_token_id=tokenizer.eot, **special_ids(tokenizer))
+    hf_config.save_pretrained(folder)
+    if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
+        add_fields(folder / "config.json", rope_theta=config.rope_theta)
+
+
+def special_ids(tokenizer) -> dict:
+    """Return the special tokens of config.json but for end-of-text, {field: id}."""
+    if not isinstance(tokenizer, HfTokenizer):
+        return {"bos_token_id": tokenizer.eot}
+    theirs = read_json(tokenizer.folder / "config.json")
+    return {name: theirs.get(name) for name in ("bos_token_id", "pad_token_id")}
+
+
+def write_generation_config(folder: Path, vocab_size: int, tokenizer) -> None:
+    """Write generation_config.json: the fields of the tokenizer's folder, its own ids that end a text, and no
+    token that is padding of the vocabulary."""
+    import transformers  # slow to import
+
+    fields = special_ids(tokenizer)
+    if isinstance(tokenizer, HfTokenizer):
+        fields |= read_json(tokenizer.folder / "generation_config.json")
+        for name in NOT_KEPT:
+            fields.pop(name, None)
+    else:
+        fields["pad_token_id"] = tokenizer.eot
+    suppressed = set(fields.pop("suppress_tokens", None) or ())
+    suppressed.update(range(tokenizer.vocab_size, vocab_size))
     stops = [tokenizer.eot, *sorted(tokenizer.stop_tokens - {tokenizer.eot})]  # end of a turn, end of a text
     transformers.GenerationConfig(
         eos_token_id=stops if len(stops) > 1 else tokenizer.eot,
         suppress_tokens=sorted(suppressed) or None).save_pretrained(folder)
-    add_fields(folder / "generation_config.json", **ids | generation)
-    if is_hf:
+    add_fields(folder / "generation_config.json", **fields)
+
+
+def write_tokenizer(folder: Path, tokenizer, n_positions: int) -> None:
+    """Copy the files of a tokenizer hf:DIR, or write the equal one of transformers."""
+    if isinstance(tokenizer, HfTokenizer):
         for name in TOKENIZER_FILES:
             if (tokenizer.folder / name).is_file():
                 shutil.copyfile(tokenizer.folder / name, folder / name)
-    else:
-        fast_tokenizer(tokenizer, config.n_positions).save_pretrained(folder)
-        # transformers before 5 knows the class by this name only
-        add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
-        add_fields(folder / "config.json", rope_theta=config.rope_theta)
+        return
+    fast_tokenizer(tokenizer, n_positions).save_pretrained(folder)
+    # transformers before 5 knows the class by this name only
+    add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
 def add_fields(path: Path, **fields) -> None:

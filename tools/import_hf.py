@@ -6,8 +6,8 @@
 - Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0. Its float32 master weights are the values of the folder.
-- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows,
-  so the new tokens are unlikely (Jensen). tools/export_hf.py removes these rows again.
+- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
+  its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
 """
