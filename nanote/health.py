@@ -66,7 +66,7 @@ def _weights_of_gemms(module) -> dict:
     """Return {prefix: weights} of each GEMM: prefixes fc1_ and fc2_ for an MLP, "" otherwise."""
     weights = {}
     for name, parameter in module.named_parameters(recurse=False):
-        if name.endswith("weight") and name != "layer_norm_weight":
+        if name.endswith("weight") and parameter.dim() == 2:  # not of a norm
             weights[name] = parameter
     if "fc1_weight" in weights:
         return {"fc1_": [weights["fc1_weight"]], "fc2_": [weights["fc2_weight"]]}
@@ -75,32 +75,28 @@ def _weights_of_gemms(module) -> dict:
     return {"": list(weights.values())}  # several: Q, K and V of one GEMM
 
 
+def gemms_with_weights(model):
+    """Yield (module's name, module, GEMM's name, weights) of each GEMM that has a weight."""
+    for name, module in model.named_modules():
+        weights_of_gemms = {}
+        if hasattr(module, "fp8_meta"):
+            weights_of_gemms = _weights_of_gemms(module)
+        elif isinstance(module, torch.nn.Linear):
+            weights_of_gemms = {"": [module.weight]}
+        for prefix, weights in weights_of_gemms.items():
+            yield name, module, f"{name}.{prefix}".rstrip("._"), weights
+
+
 def count_gemms_that_ran(model) -> tuple[int, int]:
-    """Return how many of a model's GEMMs with a weight ran in FP8 in its last forward pass, and how many it
-    has."""
-    return _count_gemms(model, lambda name, module: runs_in_fp8(module))
+    """Return how many GEMMs of a model ran in FP8 in its last forward pass, and how many it has."""
+    in_fp8 = [runs_in_fp8(module) for _, module, _, _ in gemms_with_weights(model)]
+    return sum(in_fp8), len(in_fp8)
 
 
 def count_gemms_by_config(model) -> tuple[int, int]:
-    """Return the same before a pass, for a model of one of the kit's files, whose config tells it."""
-    return _count_gemms(model, lambda name, module: _is_fp8_chosen(model, name))
-
-
-def _count_gemms(model, is_in_fp8) -> tuple[int, int]:
-    """Return how many GEMMs are of modules with `is_in_fp8(name, module)`, and how many there are."""
-    in_fp8 = 0
-    total = 0
-    for name, module in model.named_modules():
-        if not any(parameter.dim() == 2 for parameter in module.parameters(recurse=False)):
-            continue  # a norm
-        if hasattr(module, "fp8_meta"):
-            count = len(_weights_of_gemms(module))
-            total += count
-            if is_in_fp8(name, module):
-                in_fp8 += count
-        elif isinstance(module, torch.nn.Linear):
-            total += 1
-    return in_fp8, total
+    """Return how many GEMMs of a model of the kit will run in FP8, by its config, and how many it has."""
+    in_fp8 = [_is_fp8_chosen(model, name) for name, _, _, _ in gemms_with_weights(model)]
+    return sum(in_fp8), len(in_fp8)
 
 
 def _is_fp8_chosen(model, name: str) -> bool:

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from nanote import engine, models, own_model, recipes
 from nanote.command import error_line
 from nanote.config import is_model_file
-from nanote.health import runs_in_fp8
+from nanote.health import gemms_with_weights, runs_in_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 # Fields of a config; the others keep their defaults
 SIZES = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 2  # of 32 tokens; Triton's interpreter takes a second for each pass of 128
 FIRST_STEPS = 4  # not measured: a weight that starts at zero has a scale after its first steps
 MEASURED_STEPS = 4
@@ -74,7 +74,10 @@ def check_model(name):
     own_model.check_first_pass(twin, batch)
     file = Path(sys.modules[unedited.model_class.__module__].__file__).name
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    yield "ok", f"{name} in {dtype} on {describe_engine(edited.model_class)}, compared with {file}", ""
+    engine_name = models.engine_of(model)
+    if DEVICE == "cpu" and engine_name == "fast_kernels":
+        engine_name += " in Triton's interpreter"
+    yield "ok", f"{name} in {dtype} on {engine_name}, compared with {file}", ""
     try:
         gaps = measure(model, twin)
     except Exception as error:  # of the user's file, which raised none without FP8
@@ -148,7 +151,7 @@ def find_engine(model_class):
 def prepare_fast_kernels(name):
     """Make fast_kernels run on this machine: on Hopper, or without a GPU in Triton's interpreter."""
     from fast_kernels import modules
-    if not torch.cuda.is_available():
+    if DEVICE == "cpu":
         from fast_kernels import interpreter
         interpreter.install()
     elif reason := modules.unsupported_reason():
@@ -175,20 +178,9 @@ def same_config(config_class, edited):
 def build(candidate, use_fp8=True):
     """Return the model in training mode, on the GPU if there is one."""
     config = dataclasses.replace(candidate.config, use_fp8=use_fp8)
-    device, dtype = "cpu", torch.float32
-    if torch.cuda.is_available():
-        device, dtype = "cuda", torch.bfloat16
-    elif find_engine(candidate.model_class) == "fast":
-        dtype = torch.bfloat16
+    is_bfloat16 = DEVICE == "cuda" or find_engine(candidate.model_class) == "fast"
     torch.manual_seed(0)
-    return candidate.model_class(config).to(device, dtype)
-
-
-def describe_engine(model_class):
-    name = find_engine(model_class)
-    if name == "fast" and not torch.cuda.is_available():
-        return "fast_kernels in Triton's interpreter"
-    return engine.ENGINES[name].name
+    return candidate.model_class(config).to(DEVICE, torch.bfloat16 if is_bfloat16 else torch.float32)
 
 
 # ---------------------------------------------------------------- the gaps
@@ -198,7 +190,7 @@ def make_batch(step, config):
     generator = torch.Generator().manual_seed(step)
     length = min(SIZES["n_positions"], config.n_positions)
     tokens = torch.randint(config.vocab_size, (ROWS, length + 1), generator=generator)
-    tokens = tokens.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = tokens.to(DEVICE)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -297,8 +289,8 @@ class Sums:
         return gaps
 
     def floors_of_modules(self):
-        """Return {parameter: the squared norm that its gradient would have at its module's mean square}. The
-        gradient of a key's bias needs it, which is zero but for rounding: softmax does not depend on it."""
+        """Return {parameter: its size · the mean square of all gradients of its module}. The gradient of a
+        key's bias needs it, which is zero but for rounding: softmax does not depend on it."""
         sums = Counter()
         sizes = Counter()
         for name, size in self.sizes.items():
@@ -337,9 +329,9 @@ def compare_gradients(edited: Gaps, unedited: Gaps, file):
     if not gradients_off:
         ratios = {name: gap / expected[name] for name, gap in edited.gradients.items()}
         worst = max(ratios, key=ratios.get)
-        largest_gap = max(edited.gradients.values())
-        line = (f"{len(ratios)} gradients: change by at most {largest_gap:.1%} in FP8; {worst} by "
-                f"{ratios[worst]:.2f} times as much as in {file}, and up to {FACTOR} is right")
+        line = (f"{len(ratios)} gradients: {worst} is furthest from {file}: it changes by "
+                f"{edited.gradients[worst]:.1%} in FP8, {ratios[worst]:.2f} times as much as there; up to "
+                f"{FACTOR} is right")
         yield "ok", line, ""
         return
     expected_outputs = expected_gaps(edited.outputs, unedited.outputs)
@@ -382,8 +374,8 @@ def report_gemms(model, in_fp8):
     gemms_in_fp8 = []
     others = {}  # {reason: GEMMs}
     recomputed = []  # modules
-    for name, module, gemm, weight in linear_weights(model):
-        reason = reason_against_fp8(module, weight, name in in_fp8)
+    for name, module, gemm, weights in gemms_with_weights(model):
+        reason = reason_against_fp8(module, weights[0], name in in_fp8)
         if reason:
             others.setdefault(reason, []).append(gemm)
         else:
@@ -402,17 +394,6 @@ def report_gemms(model, in_fp8):
     if recomputed:
         line = f"{recomputed[0]}: in FP8 in the forward pass, but recomputed without FP8 in the backward pass"
         yield "fail", line, "te.checkpoint(block, x), with te imported from the model file"
-
-
-def linear_weights(model):
-    """Yield (module's name, module, GEMM's name, weight) of each linear layer."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for own_name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1:
-                part = own_name.removesuffix("weight").removesuffix("_")  # fc1, fc2, or nothing
-                yield name, module, f"{name}.{part}".rstrip("."), parameter
 
 
 def reason_against_fp8(module, weight, in_fp8) -> str:

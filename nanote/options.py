@@ -271,6 +271,12 @@ def parse_texts(value):
         return [parse_texts(item) for item in value]
     if isinstance(value, dict):
         return {key: parse_texts(item) for key, item in value.items()}
-    with contextlib.suppress(TypeError, ValueError):  # no text, or not JSON
-        return json.loads(value)
-    return value
+    return json_or_text(value) if isinstance(value, str) else value
+
+
+def json_or_text(text: str):
+    """Return the value of a text in JSON, or the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

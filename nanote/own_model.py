@@ -26,6 +26,7 @@ import torch
 from nanote import recipes
 from nanote.command import error_line
 from nanote.config import TrainConfig, flag
+from nanote.options import json_or_text
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named
@@ -65,25 +66,23 @@ def classes(name: str) -> tuple[type, type]:
 
 def _config_class(name: str, model_class: type, module) -> type:
     """Return the dataclass that `model_class` takes; see the top of this file."""
-    missing = {}  # {dataclass: the required fields that it lacks}
-    for candidate in _dataclasses_for(model_class, module):
-        missing[candidate] = [field for field in REQUIRED_FIELDS if field not in field_names(candidate)]
-    complete = [candidate for candidate in missing if not missing[candidate]]
+    candidates = _dataclasses_for(model_class, module)
+    complete = [candidate for candidate in candidates if not _missing_fields(candidate)]
     if len(complete) == 1:
         return complete[0]
     if complete:
         names = " and ".join(candidate.__name__ for candidate in complete)
         raise ValueError(f"--model {name}: {names} have the fields vocab_size and n_positions; say which is "
                          "the config in the constructor: def __init__(self, config: MyConfig)")
-    lack = "it has none"
-    has_fp8 = False
-    if missing:
-        nearest = min(missing, key=lambda candidate: len(missing[candidate]))
-        lack = f"{nearest.__name__} has no {' and no '.join(missing[nearest])}"
-        has_fp8 = "use_fp8" in field_names(nearest)
-    advice = "" if has_fp8 else "; without a field use_fp8 also pass --fp8-recipe none"
+    lacks = [f"{candidate.__name__} has no {' and no '.join(_missing_fields(candidate))}"
+             for candidate in candidates]
     raise ValueError(f"--model {name}: its config must be a dataclass with the fields vocab_size and "
-                     f"n_positions, but {lack}{advice}; guide/changing_the_model.md shows it for nanoGPT")
+                     f"n_positions, but {', '.join(lacks) or 'it has none'}; without a field use_fp8 also "
+                     "pass --fp8-recipe none; guide/changing_the_model.md shows it for nanoGPT")
+
+
+def _missing_fields(config_class: type) -> list[str]:
+    return [field for field in REQUIRED_FIELDS if field not in field_names(config_class)]
 
 
 def _dataclasses_for(model_class: type, module) -> list[type]:
@@ -138,14 +137,10 @@ def _check_field(name: str, text: str, config_class: type) -> None:
 def _read_field(text: str, annotation):
     """Return the value of FIELD=VALUE as JSON if that is of the field's type, else as text."""
     value = text.partition("=")[2]
-    with contextlib.suppress(ValueError):  # not JSON
-        parsed = json.loads(value)
-        if fits_annotation(parsed, annotation):
-            return parsed
-    if not fits_annotation(value, annotation):
-        type_name = getattr(annotation, "__name__", annotation)
-        raise ValueError(f"--set {text}: must be of type {type_name}")
-    return value
+    for possible in (json_or_text(value), value):
+        if fits_annotation(possible, annotation):
+            return possible
+    raise ValueError(f"--set {text}: must be of type {getattr(annotation, '__name__', annotation)}")
 
 
 def fits_annotation(value, annotation) -> bool:
@@ -165,7 +160,7 @@ def fits_annotation(value, annotation) -> bool:
 def check_first_pass(model, batch) -> None:
     """Raise ValueError, with all that is wrong, unless your own or a compiled model can train.
 
-    The FP8 state is left as it was."""
+    The FP8 state is left as it was, the random state is not."""
     _check_config(model)
     with recipes.preserved_state(model):
         problems = _problems_of_pass(model, batch)
