@@ -161,21 +161,14 @@ def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> N
     for name in MUST_MATCH:
         value = getattr(config, name)
         before = saved.get(name, value)
+        fits = value == before
         if name == "model":
-            fits = is_same_model(value, before)
-        else:
-            fits = value == before
+            is_moved_file = is_model_file(value) and is_model_file(before)
+            fits = fits or is_moved_file or {value, before} <= {"auto", "fast", "optimized"}  # one network
         if not fits:
             raise ValueError(f"{flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
     if config.max_steps < step and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {step} steps; pass {2 * step}")
-
-
-def is_same_model(name: str, before: str) -> bool:
-    """Return whether two values of --model have the same weights. Your own file may have moved."""
-    if is_model_file(name) and is_model_file(before):
-        return True
-    return name == before or {name, before} <= {"auto", "fast", "optimized"}
 
 
 # ---------------------------------------------------------------- options in JSON and YAML
@@ -266,17 +259,11 @@ def read_set(value, source) -> tuple[tuple[str, ...], ...]:
 
 
 def parse_texts(value):
-    """Return a list or dict of YAML, whose scalars are texts, with those as values that are JSON."""
+    """Return a text as the value that it is in JSON, if it is any; likewise in a list or dict of YAML."""
     if isinstance(value, list):
         return [parse_texts(item) for item in value]
     if isinstance(value, dict):
         return {key: parse_texts(item) for key, item in value.items()}
-    return json_or_text(value) if isinstance(value, str) else value
-
-
-def json_or_text(text: str):
-    """Return the value of a text in JSON, or the text itself if it is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    with contextlib.suppress(TypeError, ValueError):  # no text, or not JSON
+        return json.loads(value)
+    return value

@@ -26,7 +26,7 @@ import torch
 from nanote import recipes
 from nanote.command import error_line
 from nanote.config import TrainConfig, flag
-from nanote.options import json_or_text
+from nanote.options import parse_texts
 
 REQUIRED_FIELDS = ("vocab_size", "n_positions")  # the trainer sets these in any config
 _loaded = {}  # name: (model class, config class) of files that the command line named
@@ -137,7 +137,7 @@ def _check_field(name: str, text: str, config_class: type) -> None:
 def _read_field(text: str, annotation):
     """Return the value of FIELD=VALUE as JSON if that is of the field's type, else as text."""
     value = text.partition("=")[2]
-    for possible in (json_or_text(value), value):
+    for possible in (parse_texts(value), value):
         if fits_annotation(possible, annotation):
             return possible
     raise ValueError(f"--set {text}: must be of type {getattr(annotation, '__name__', annotation)}")
