@@ -371,25 +371,22 @@ def failed_result(name, what, gap, expected, file):
 
 def report_gemms(model, in_fp8):
     """Yield which GEMMs ran in FP8, and which did not, with the reason. `in_fp8`: see Gaps."""
-    gemms_in_fp8 = []
-    others = {}  # {reason: GEMMs}
+    gemms = {}  # {why they did not run in FP8, or "": GEMMs}
     recomputed = []  # modules
     for name, module, gemm, weights in gemms_with_weights(model):
         reason = reason_against_fp8(module, weights[0], name in in_fp8)
-        if reason:
-            others.setdefault(reason, []).append(gemm)
-        else:
-            gemms_in_fp8.append(gemm)
+        gemms.setdefault(reason, []).append(gemm)
         if name in in_fp8 and not runs_in_fp8(module):
             recomputed.append(name)
-    total = len(gemms_in_fp8) + sum(map(len, others.values()))
+    total = sum(map(len, gemms.values()))
+    gemms_in_fp8 = gemms.pop("", [])
     if gemms_in_fp8:
         names = unique(map(without_numbers, gemms_in_fp8))
         yield "ok", f"{len(gemms_in_fp8)} of {total} GEMMs in FP8: {names}", ""
     else:
         fix = "call te's modules inside self.autocast() in forward"
         yield "fail", f"{type(model).__name__}: none of {total} GEMMs runs in FP8", fix
-    for reason, names in others.items():
+    for reason, names in gemms.items():
         yield "info", f"not in FP8: {unique(map(without_numbers, names))}: {reason}", ""
     if recomputed:
         line = f"{recomputed[0]}: in FP8 in the forward pass, but recomputed without FP8 in the backward pass"
