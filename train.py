@@ -1,8 +1,8 @@
 """Train a GPT in FP8.
 
-    python train.py --preset gpt2-124m --data data/packages    # a new run, in out/gpt2-124m
-    python train.py --resume --out-dir out/gpt2-124m           # continue it after Ctrl-C or a crash
-    torchrun --nproc-per-node 8 train.py --preset gpt2-350m    # data-parallel on 8 GPUs
+    python train.py --preset gpt2-124m --data data/TinyStories-gpt2    # a new run, in out/gpt2-124m
+    python train.py --resume --out-dir out/gpt2-124m                   # continue it after Ctrl-C or a crash
+    torchrun --nproc-per-node 8 train.py --preset gpt2-350m --data data/TinyStories-gpt2    # on 8 GPUs
 
 `main` builds the parts of a run, `make_step` the functions of a training step, and `train` is the loop.
 Decisions worth knowing:
@@ -33,7 +33,7 @@ from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.evaluation import evaluate_checkpoint, validate
 from nanote.fp8_state import FP8State
 from nanote.graphs import CudaGraph
-from nanote.loader import Loader
+from nanote.loader import Loader, Loaders
 from nanote.logs import Log
 from nanote.meter import Diverged, StepMeter
 from nanote.optimizers import clip_coefficient, make_optimizer
@@ -48,38 +48,38 @@ def main(config: TrainConfig) -> None:
     ranks = parallel.start()  # the processes that torchrun started, or this one alone
     device = prepare_device(config, ranks)
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
-    resumed_meta = checkpoint.read_meta(source) if source else {}  # of the checkpoint; {}: a new run
+    resumed_meta = checkpoint.read_meta(source) if source else {}  # meta.json of the checkpoint
 
     # data
-    loader = Loader(config, "train", ranks, device)
-    val_loader = Loader(config, "val", ranks, device)
-    fit_to_data(config, loader.meta, resumed_meta)
+    loaders = Loaders(train=Loader(config, "train", ranks, device), val=Loader(config, "val", ranks, device))
+    fit_to_data(config, loaders.train.meta, resumed_meta)
     config.check_graphable(recipes.has_fp8_gpu(device))
 
     # model and optimizer
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
     model = build_model(config, device, resumed_meta.get("model_config"))
-    prepare_model(config, model, loader)
+    prepare_model(config, model, loaders.train)
     optimizer = make_optimizer(model, config)  # adamw | muon, with float32 masters of BF16 weights
     if config.eval_only:
-        evaluate_checkpoint(config, model, optimizer, val_loader, source)
+        evaluate_checkpoint(config, model, optimizer, loaders.val, source)
         return
 
     # training state
     profiling.check_steps(config.profile)
     gradients = make_gradients(model, config.grad_accum)  # in flat buffers, which ranks reduce
     shard_optimizer(optimizer, gradients)  # ZeRO-1, for --parallel ddp on one machine
-    torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
-    load_state(config, model, optimizer, loader, source, resumed_meta)
+    torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank, also after a first pass
+    load_state(config, model, optimizer, loaders.train, source, resumed_meta)
+    functions = make_step(config, model, optimizer, gradients)
 
     # the run's folder, and training
     config.out_dir = parallel.on_rank0(lambda: run_folder.open_folder(config))
     parallel.remember_folder(config.out_dir)  # for torchrun --max-restarts
     with (checkpoint.locked(config.out_dir),
-          checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints) as checkpoints):
-        parallel.on_rank0(lambda: run_folder.prepare_files(config, source, loader.first_step))
-        last_step = train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta)
+          checkpoint.Checkpoints(config.out_dir, config.keep_checkpoints, resumed_meta) as checkpoints):
+        parallel.on_rank0(lambda: run_folder.prepare_files(config, source, loaders.train.first_step))
+        last_step = train(config, model, optimizer, functions, loaders, checkpoints)
     if ranks.rank == 0:
         run_folder.print_summary(config, last_step)
 
@@ -90,7 +90,7 @@ class StepFunctions:
 
     forward_backward: Callable
     update: Callable
-    fp8_state: FP8State  # which the first micro-batch saves and update restores if the step is skipped
+    fp8_state: FP8State  # saved by the first micro-batch, restored by update if the step is skipped
 
 
 def make_step(config, model, optimizer, gradients) -> StepFunctions:
@@ -109,14 +109,16 @@ def make_step(config, model, optimizer, gradients) -> StepFunctions:
         if is_first_microbatch:
             fp8_state.save()
         if is_first_microbatch and config.compile:
-            torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's tensors
+            torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's outputs
+        # Without the flag a model quantizes its weights in every micro-batch.
         options = {"is_first_microbatch": is_first_microbatch} if caches_fp8_weights else {}
-        # The first micro-batch overwrites the gradients of the last step, so that nothing zeroes them; after
-        # the last micro-batch ranks reduce their sums.
+        # The first micro-batch overwrites the gradients of the last step, so there is no zero_grad. The
+        # others add to them, and after the last one they are summed over ranks.
         with gradients.accumulate(is_first_microbatch, is_last_microbatch):
-            # The model returns the mean loss of the micro-batch. Gradients are summed over micro-batches and
-            # ranks, and the divisor makes this sum the gradient of the step's mean loss: the step's number of
-            # labels / the micro-batch's. If no label is masked, it is grad_accum * ranks.
+            # The model returns the mean loss of the micro-batch.
+            # batch.divisor = labels of the step / labels of the micro-batch. Summed over micro-batches and
+            # ranks, loss / divisor is the step's mean loss. Without masked labels the divisor is
+            # grad_accum * ranks.
             loss = model(*batch.inputs, **options) / batch.divisor
             # A loss that is not finite can have finite gradients. Here they become NaN, since 0 * inf is NaN,
             # and through the reduction every rank sees a norm that is NaN and skips the step.
@@ -126,32 +128,32 @@ def make_step(config, model, optimizer, gradients) -> StepFunctions:
 
     def update():
         """Clip the gradients and update the weights. Return the gradient norm before clipping, ()."""
-        gradients.set_grad()  # parameter.grad: its part of the flat buffers, None without a gradient
+        gradients.set_grad()  # sets parameter.grad, which the optimizer reads
         norm = optimizer.gradient_norm()
-        clip_coef = clip_coefficient(norm, config.grad_clip)  # min(1, grad_clip / norm)
+        clip_coef = clip_coefficient(norm, config.grad_clip)
         # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
         # The condition stays on the GPU, so that the host does not wait for it.
         is_skipped = ~norm.isfinite()
-        fp8_state.restore(when=is_skipped)
+        fp8_state.restore(when=is_skipped)  # could as well follow the optimizer
         optimizer.step(clip_coef, skip=is_skipped)  # multiplies the gradients by clip_coef
         return norm
 
     return StepFunctions(forward_backward, update, fp8_state)
 
 
-def with_cuda_graphs(functions: StepFunctions, model, optimizer) -> StepFunctions:
+def with_cuda_graphs(model, optimizer, functions: StepFunctions) -> StepFunctions:
     """Return the functions of a step as CUDA graphs: a replay launches all kernels of a function at once."""
 
-    def kept_tensors():  # a graph knows them by address only, so they must live as long as it does
+    def tensors_to_keep():  # a graph knows them by address only, so they must live as long as it does
         return [*recipes.engine_tensors(model), *functions.fp8_state.graph_tensors()]
 
     # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two calls of a pair run
     # from Python, then it is captured. Gradients, moments and learning rate are tensors, whose new values a
     # replay reads.
-    forward_backward = CudaGraph(functions.forward_backward, kept_tensors)
+    forward_backward = CudaGraph(functions.forward_backward, tensors_to_keep)
     update = functions.update
     if optimizer.capturable:  # Muon is not: its update runs from Python
-        update = CudaGraph(update, kept_tensors)
+        update = CudaGraph(update, tensors_to_keep)
     return StepFunctions(forward_backward, update, functions.fp8_state)
 
 
@@ -164,36 +166,39 @@ def run_micro_batches(forward_backward: Callable, batches: list) -> torch.Tensor
     return loss
 
 
-def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, resumed_meta: dict) -> int:
+def train(config, model, optimizer, eager: StepFunctions, loaders: Loaders, checkpoints) -> int:
     """Train to the last step or a stop request, and return the step reached.
 
-    resumed_meta: meta.json of the checkpoint that the run continues, {} for a new run.
+    eager: the functions of `make_step`, which Python launches kernel by kernel.
     """
-    eager = make_step(config, model, optimizer, gradients)  # launched from Python, kernel by kernel
+    loader = loaders.train
     functions = eager
     if config.uses_cuda_graph(recipes.has_fp8_gpu(loader.device)):  # without these lines it trains as well
-        functions = with_cuda_graphs(eager, model, optimizer)
+        functions = with_cuda_graphs(model, optimizer, eager)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
     log = Log(config, loader)
     log.say_start(model, optimizer.not_sharded_reason)
-    meter = StepMeter(config, model, loader, resumed_meta.get("skipped", []), log.say)
+    skipped_before = checkpoints.resumed_meta.get("skipped", [])
+    meter = StepMeter(config, model, loader, skipped_before, log.say)
     profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
-    step = loader.first_step - 1  # if none is left
+    step = loader.first_step - 1  # returned if the run has no step left
     with closing(stop), closing(log), profiler:
         for step in range(loader.first_step, config.max_steps + 1):
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
-            measures_health = is_due(step, config.fp8_health_interval)  # by hooks, which no replay runs
-            forward_backward = eager.forward_backward if measures_health else functions.forward_backward
-            health = log.fp8_health(step, model) if measures_health else nullcontext()
+            forward_backward = functions.forward_backward
+            health = nullcontext()
+            if is_due(step, config.fp8_health_interval):
+                forward_backward = eager.forward_backward  # hooks measure FP8 health, and no replay runs them
+                health = log.fp8_health(step, model)
             with profiler.step(step):
-                if loader.has_labels(step):
+                if not loader.has_labels(step):  # every token of the step, on all ranks, belongs to a prompt
+                    meter.add_without_labels(step)
+                else:
                     with health:
                         loss = run_micro_batches(forward_backward, loader.batches(step))
                     norm = functions.update()
                     meter.add(step, loss, norm)
-                else:  # of all micro-batches and ranks: every token is that of a prompt
-                    meter.add_without_labels(step)
             log.move_bar(step)
 
             is_last = step == config.max_steps
@@ -203,19 +208,17 @@ def train(config, model, optimizer, gradients, loader, val_loader, checkpoints, 
             should_save = is_due(step, config.checkpoint_interval, also_if=(is_last or is_stopped))
             if not (should_log or should_eval or should_save):
                 continue
-            meter.collect(step)  # waits for the GPU; raises Diverged after more than ten skipped steps
+            record = meter.collect(step, lr)  # waits for the GPU; None until a step was finite
             log.say_outliers(step, functions.fp8_state)
             if failure := checkpoints.pop_error(wait=should_save):  # before another one is written
                 log.say(f"step {step}: {failure}; training continues")
-            record = meter.take_record(step, lr)
-            if should_eval:
-                record |= validate(config, model, val_loader, step)
-            if meter.has_result(step):
-                log.write(record)
+            val_record = validate(config, model, loaders.val, step) if should_eval else {}
+            if record is not None:
+                log.write(record | val_record)
             if should_save:
-                meta = run_folder.run_meta(config, model, loader, step, resumed_meta, meter.all_skipped)
+                meta = run_folder.run_meta(config, model, loader, step, meter.all_skipped)
                 checkpoints.save(step, model, optimizer, meta)
-            meter.restart_clock()  # which counts neither this nor the evaluation
+            meter.restart_clock()  # training time excludes logging, evaluation and saving
             if is_stopped:
                 break
     return step
@@ -255,14 +258,14 @@ def prepare_cpu(activation_size: int) -> None:
         torch.set_num_threads(max(1, useful_threads))
 
 
-def fit_to_data(config, data: dict, resumed_meta: dict) -> None:
+def fit_to_data(config, data_meta: dict, resumed_meta: dict) -> None:
     """Check the tokenizer of a resumed run, and set vocab_size and n_positions of the model for the data.
 
-    data: meta.json of the token files.
+    data_meta: meta.json of the token files.
     """
     if resumed_meta:  # a resumed run may read other data, made with the same tokenizer
-        check_tokenizer(config.data, data["tokenizer"], resumed_meta["tokenizer"])
-    needed = data["vocab_size"]
+        check_tokenizer(config.data, data_meta["tokenizer"], resumed_meta["tokenizer"])
+    needed = data_meta["vocab_size"]
     padded = models.padded_vocab_size(needed)  # FP8 GEMMs need a multiple of 32
     if config.vocab_size is None:
         config.vocab_size = padded
@@ -273,10 +276,10 @@ def fit_to_data(config, data: dict, resumed_meta: dict) -> None:
         config.n_positions = config.seq_len
 
 
-def build_model(config, device, model_config: dict | None = None):
+def build_model(config, device, saved_config: dict | None = None):
     """Return the model with its FP8 recipe, on this rank's device, the same on all ranks or sharded.
 
-    model_config: of the checkpoint that the run continues.
+    saved_config: the model's config in the checkpoint that the run continues.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the weights
     if config.dtype != "auto":
@@ -286,21 +289,20 @@ def build_model(config, device, model_config: dict | None = None):
     recipe = recipes.make(config)
     # model_te_fast.py where its Triton kernels run, else model_te_optimized.py, whose modules come from
     # Transformer Engine, fast_kernels or te_reference. The first line of the log says which, and why.
-    model = models.make_model(config, device, dtype, recipe, model_config)
+    model = models.make_model(config, device, dtype, recipe, saved_config)
     return distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
 
 
 def prepare_model(config, model, loader) -> None:
-    """Run a first pass of a model of your own, and of a compiled one. Raise ValueError for one that cannot
-    train, or that has a graph break, where the first step would end in a traceback."""
-    if is_model_file(config.model):  # the pass also shows which of its GEMMs run in FP8
+    """Run a first pass of your own model, and of a compiled one. Raise ValueError if it cannot train or, with
+    --compile-fullgraph, has a graph break: better than a traceback in the first step."""
+    if is_model_file(config.model):
+        check_first_pass(model, loader.batches(1)[0].inputs)  # uncompiled, to count the GEMMs that run in FP8
+    if config.compile:
+        if parallel.rank() == 0:
+            print("compiling, usually 30 to 70 s", flush=True)
+        model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         check_first_pass(model, loader.batches(1)[0].inputs)
-    if not config.compile:
-        return
-    if parallel.rank() == 0:
-        print("compiling, usually 30 to 70 s", flush=True)
-    model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-    check_first_pass(model, loader.batches(1)[0].inputs)
 
 
 def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
@@ -310,54 +312,15 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
         loader.continue_from(source, resumed_meta)  # a step may have another number of samples now
         checkpoint.load(source, model, optimizer)
         scales_meta = resumed_meta
-    elif config.init_from:
-        scales_meta = load_init_from(config, model, optimizer, loader.meta)
-    if needs_first_scales(model, config, loader.tokens_per_step, scales_meta):
+    elif config.init_from and transfer.is_run(config.init_from):
+        scales_meta = transfer.start_from_run(config, model, optimizer, loader.meta["tokenizer"])
+    elif config.init_from:  # a folder of Hugging Face
+        from tools.import_hf import read_model  # needs transformers
+        weights, architecture = read_model(Path(config.init_from), rows=config.vocab_size)
+        transfer.start_from_weights(config, model, optimizer, weights, architecture)
+    if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):
         batch = loader.batches(loader.first_step)[0]  # which `train` reads again
         recipes.find_first_scales(model, batch.inputs, config.grad_accum * loader.ranks.count)
-
-
-def load_init_from(config, model, optimizer, data: dict) -> dict:
-    """Copy the weights that --init-from names to a new run's model. Return the source's meta.json if its FP8
-    scales were copied too, else {}. `data`: meta.json of the token files."""
-    folder = Path(config.init_from)
-    if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
-        meta = checkpoint.read_meta(checkpoint.find(folder))
-        check_tokenizer(config.data, data["tokenizer"], meta["tokenizer"])
-        source_config = meta["model_config"]
-        tensors = None  # start_from reads them from the checkpoint
-    else:
-        from tools.import_hf import read_model  # needs transformers
-        weights, source_config = read_model(folder, rows=config.vocab_size)
-        tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-        meta = {}
-    transfer.print_differences(config.init_from, vars(model.config), source_config)
-    has_all_tensors = transfer.start_from(config.init_from, model, optimizer, tensors)
-    return meta if has_all_tensors else {}
-
-
-# With another value of these, scales are for another format or for other layers.
-SCALE_OPTIONS = ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
-
-
-def needs_first_scales(model, config, tokens_per_step: int, scales_meta: dict) -> bool:
-    """Return whether first scales must be found: delayed scaling has none, or those of a checkpoint are for
-    another format, for other layers, or for the smaller gradients of a step of more tokens.
-
-    scales_meta: meta.json of the run whose scales were loaded; {}: none were.
-    """
-    if not recipes.uses_delayed_scaling(model):
-        return False
-    if not scales_meta or recipes.is_fresh(model):
-        return True
-    if tokens_per_step < scales_meta.get("tokens_per_step", 0):  # the loss is divided by fewer tokens
-        return True
-    saved_options = scales_meta["config"]
-    for name in SCALE_OPTIONS:
-        value = getattr(config, name)
-        if saved_options.get(name, value) != value:
-            return True
-    return False
 
 
 # ---------------------------------------------------------------- the command

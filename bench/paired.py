@@ -182,7 +182,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
             recipes.find_first_scales(model, loader.batches(next_step)[0].inputs, config.grad_accum)
     functions = train.make_step(config, model, optimizer, gradients)
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
-        functions = train.with_cuda_graphs(functions, model, optimizer)
+        functions = train.with_cuda_graphs(model, optimizer, functions)
 
     pending = []  # losses on the device
     times = [time.monotonic()]

@@ -34,9 +34,9 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
               micro_batch_size=2, seq_len=32)
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
-WORDS = {  # in the name of any arm with Transformer Engine -> options of train.py
+WORDS = {  # {word in the name of a bf16 or fp8 arm: options of train.py}
     "eager": {"cuda_graph": "off"},
-    "libraries": {"attention": "sdpa", "model": "optimized"},  # keeps the optimizer
+    "libraries": {"attention": "sdpa", "model": "optimized"},  # TE's modules, PyTorch's attention, FastAdam
     "te_modules": {"model": "optimized"},
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
@@ -45,7 +45,7 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
 }
-NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # accum4 …
+NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # words that end with the value: accum4
 FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
     name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
 
@@ -55,8 +55,10 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
     known = WORDS | {model: {"model": model} for model in models.MODELS}
     for word in words:
-        if number := re.fullmatch(f"({'|'.join(NUMBERS)})([1-9][0-9]*)", word):
-            known[word] = {NUMBERS[number[1]]: int(number[2])}
+        match = re.fullmatch(f"({'|'.join(NUMBERS)})([1-9][0-9]*)", word)
+        if match:
+            name, count = match.groups()
+            known[word] = {NUMBERS[name]: int(count)}
     if kind == "fp8":
         known |= FP8_WORDS
     if kind not in ("bf16", "fp8") or not known.keys() >= set(words):
@@ -138,7 +140,7 @@ class Training:
         self.functions = self.eager
         self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
         if self.is_graph:
-            self.functions = train.with_cuda_graphs(self.eager, self.model, self.optimizer)
+            self.functions = train.with_cuda_graphs(self.model, self.optimizer, self.eager)
         self.update = self.eager.update
         self.fp8_state = self.eager.fp8_state
 

@@ -52,8 +52,10 @@ def latest(run_dir) -> Path | None:
 
 
 def last_good(run_dir, last_step: int, skipped=()) -> Path | None:
-    """Return the newest checkpoint from which training went on well: the step after it was not `skipped`, and
-    is at most `last_step`, the last step that is done."""
+    """Return the newest checkpoint whose next step is done and was finite.
+
+    last_step: the last step that is done. skipped: the steps that were not finite.
+    """
     for folder in reversed(list_checkpoints(run_dir)):
         next_step = step_of(folder) + 1
         if next_step <= last_step and next_step not in skipped:
@@ -104,9 +106,11 @@ class Checkpoints:
     """Save checkpoints in a thread, on every rank. Keep the last `keep`, and `last_good` if it is older. The
     end of `with Checkpoints(...)` waits for the last one, and raises its OSError if it was not written."""
 
-    def __init__(self, run_dir, keep: int):
+    def __init__(self, run_dir, keep: int, resumed_meta: dict | None = None):
+        """resumed_meta: meta.json of the checkpoint that the run continues."""
         self.run_dir = Path(run_dir)
         self.keep = keep
+        self.resumed_meta = resumed_meta or {}
         self.failure = None  # the OSError of the last save, until `pop_error` returns it; the thread sets it
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing = None  # the future of the last save
@@ -116,9 +120,11 @@ class Checkpoints:
     def save(self, step: int, model, optimizer, meta: dict) -> None:
         """Copy the state of a run to host memory, and start to write it. Waits for the previous save.
 
-        `meta`: of the run, for meta.json; "skipped" in it: steps that were not finite.
+        meta: the run's part of meta.json. Its "skipped" lists the steps that were not finite.
         """
         self.wait()
+        if "hf" in self.resumed_meta:  # the source of an imported model
+            meta = meta | {"hf": self.resumed_meta["hf"]}
         meta = meta | {"format": FORMAT, "step": step, "torch": torch.__version__,
                        "optimizer_groups": options_of_groups(optimizer)}
         optimizer.gather_state()
@@ -147,8 +153,8 @@ class Checkpoints:
             raise self.failure
 
     def pop_error(self, wait: bool = False) -> OSError | None:
-        """Return the error of the last checkpoint if it was not written, and forget it. wait: for the end of
-        its writing."""
+        """Return the error of the last checkpoint if it was not written, and forget it. wait: first wait
+        until it is written."""
         if wait:
             self.wait()
         failure = self.failure
@@ -234,7 +240,7 @@ def sync(path: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 def read_meta(folder) -> dict:
-    """Return meta.json of a checkpoint. ValueError if it is damaged, or of a newer format."""
+    """Return meta.json of a checkpoint. Raise ValueError if it is damaged, or of a newer format."""
     path = Path(folder, "meta.json")
     verify(path.parent, [path.name])
     with errors_naming(path):

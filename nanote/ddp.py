@@ -39,7 +39,9 @@ BUCKET_BYTES = 128 * 2**20
 
 def distribute(model, kind: str, grad_accum: int):
     """Broadcast the weights of rank 0, and shard them if `kind` is "fsdp" or "hsdp". Return the model.
-    grad_accum: micro-batches a step; decides in which dtype the gradients of shards are summed."""
+
+    grad_accum: the number of micro-batches a step. `parallel.shard` sums the gradients of several in float32.
+    """
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
@@ -49,7 +51,8 @@ def distribute(model, kind: str, grad_accum: int):
 
 
 def make_gradients(model, grad_accum: int):
-    """Return the gradients of a run: in float32 if a step adds those of several micro-batches or ranks."""
+    """Return the gradients of a run. They are float32 if a step adds those of several micro-batches or
+    ranks."""
     if parallel.mesh_of(model) is not None:
         return ShardedGradients(model)
     adds_several = grad_accum * parallel.world_size() > 1
@@ -84,8 +87,8 @@ class Bucket:
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
 
     def shard_size(self, world_size: int) -> int:
-        """Return how many elements each rank of a sharded optimizer updates; the last ones may have fewer.
-        Three ranks update 384, 384 and 232 of 1000."""
+        """Return how many elements each rank of a sharded optimizer updates. The last ranks may update fewer:
+        three ranks update 384, 384 and 232 of 1000."""
         return round_up(math.ceil(self.size / world_size), ALIGNMENT)
 
     def shard_of(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -103,8 +106,8 @@ def all_reduce(bucket: Bucket) -> None:
 class BackwardPass:
     """The backward pass of a micro-batch."""
 
-    is_first_microbatch: bool  # of a step: overwrites the gradients
-    reduces: bool  # the last of a step, and there are other ranks
+    is_first_microbatch: bool  # the first of a step overwrites the gradients
+    reduces: bool  # it is the last of a step, and there are other ranks
     reduced_buckets: int = 0
 
 
@@ -112,11 +115,12 @@ class Gradients:
     """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
     gradient; on several ranks these must be the same parameters on each rank and in every step.
 
-    reduce_bucket: what ranks do with a complete Bucket, on a CUDA stream of its own; can be replaced.
+    reduce_bucket: what ranks do with a complete Bucket, on a CUDA stream of its own. `shard_optimizer`
+    replaces it by ShardedAdam.send.
     """
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
-        """`dtype`: of the gradients; None: that of each parameter."""
+        """dtype: that of the gradients; None gives each gradient the dtype of its parameter."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.world_size = parallel.world_size()
         self.reduce_bucket = all_reduce
@@ -154,12 +158,12 @@ class Gradients:
 
     def _register_hooks(self):
         """Let autograd call `_collect` with each parameter that has its gradient."""
-        collect = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
+        method = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
 
         def hook(parameter):
-            collect_of_owner = collect()
-            if collect_of_owner is not None:
-                collect_of_owner(parameter)
+            collect = method()  # None if these gradients are gone
+            if collect is not None:
+                collect(parameter)
 
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(hook)
@@ -204,8 +208,8 @@ class Gradients:
     def _collect(self, parameter):
         """Take the gradient of a parameter, which arrives in one of three ways:
 
-        1. `grad` has it, by autograd. It waits in `bucket.collected` for the others of the bucket.
-        2. A wgrad GEMM has written it to `main_grad`; `grad` is None, or `main_grad` itself.
+        1. Autograd has written it to `grad`. It waits in `bucket.collected` for the others of the bucket.
+        2. A wgrad GEMM has written it to `main_grad`, and `grad` is None or `main_grad` itself.
         3. A GEMM has done so, and autograd has added the gradient of another use: `grad` is their sum.
         """
         if self.current is None:  # a backward pass outside `accumulate`
@@ -216,9 +220,9 @@ class Gradients:
                              "to torch.utils.checkpoint.checkpoint")
         gradient = parameter.grad
         main_grad = parameter.main_grad
-        if not parameter.grad_added_to_main_grad:
+        if not parameter.grad_added_to_main_grad:  # way 1
             bucket.collected.append((main_grad, gradient))
-        elif gradient is not None and gradient.data_ptr() != main_grad.data_ptr():
+        elif gradient is not None and gradient.data_ptr() != main_grad.data_ptr():  # way 3
             main_grad.copy_(gradient)
         parameter.grad = None
         parameter.grad_added_to_main_grad = False

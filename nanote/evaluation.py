@@ -29,7 +29,7 @@ def validation_loss(config, model, val_loader) -> float:
 
 
 def validate(config, model, val_loader, step: int) -> dict:
-    """Return the fields of metrics.jsonl that an evaluation after `step` gives, the last step's also without
+    """Evaluate after `step`, and return the fields of metrics.jsonl. After the last step also evaluate without
     FP8. Raise Diverged for a loss that is not finite."""
     val_loss = validation_loss(config, model, val_loader)
     if not math.isfinite(val_loss):

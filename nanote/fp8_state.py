@@ -19,10 +19,20 @@ The state is that of each module's `fp8_meta`, on any engine: the tensors that i
 place. What else an engine keeps needs no restoring: FP8 copies of weights are written anew by the next step's
 first micro-batch, and the scales that a recomputation uses are taken in its own forward pass.
 """
+from typing import NamedTuple
+
 import torch
 
 OUTLIER_FACTOR = 2.0**20  # a scale that falls by a larger factor within a step has met an outlier
 TENSORS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("output_gradient", "input_gradient")}
+
+
+class Outlier(NamedTuple):
+    """A scale that fell by more than OUTLIER_FACTOR within a step."""
+
+    name: str  # "blocks.0.mlp fc1_input"
+    steps_ago: int
+    rows: int  # of its amax history
 
 
 class FP8State:
@@ -37,7 +47,7 @@ class FP8State:
     """
 
     def __init__(self, model):
-        """`model`: with all its modules; it may have no FP8 state yet."""
+        """The model must have all its modules, but may have no FP8 state yet."""
         self.modules = [(name, part) for name, part in model.named_modules() if hasattr(part, "fp8_meta")]
         self.sources = []  # recipes and states of the modules, from which the tensors were taken
         self.tensors = []  # all scales, then all histories, as the modules have them now
@@ -56,8 +66,8 @@ class FP8State:
 
     @torch.no_grad()
     def restore(self, when: torch.Tensor) -> None:
-        """Restore the state that `save` remembered if `when` is True. `when`: bool tensor without dimensions,
-        on the state's device. Call it after the last backward pass of the step."""
+        """Restore the state that `save` remembered if `when`, () bool on the state's device, is true. Call it
+        after the last backward pass of the step."""
         self._refresh()  # the first step creates the state
         if not self.tensors:
             return
@@ -72,16 +82,15 @@ class FP8State:
             return []
         return [*self.tensors, self.before, self.after, self.fallen.steps, self.fallen.fell_at]
 
-    def outliers(self) -> list[tuple[str, int, int]]:
-        """Return the scales that fell by more than OUTLIER_FACTOR within a step since the last call, earliest
-        first: ("blocks.0.mlp fc1_input", how many steps ago, rows of its history). Waits for the device."""
+    def outliers(self) -> list[Outlier]:
+        """Return the scales that fell so since the last call, earliest first. Waits for the device."""
         if not self.tensors:
             return []
         outliers = []
         for (name, rows), steps_ago in zip(self._names(), self.fallen.take()):
             if steps_ago is not None:
-                outliers.append((name, steps_ago, rows))
-        return sorted(outliers, key=lambda outlier: outlier[1], reverse=True)
+                outliers.append(Outlier(name, steps_ago, rows))
+        return sorted(outliers, key=lambda outlier: outlier.steps_ago, reverse=True)
 
     def _states(self):
         """Yield (module's name, module, direction, state) of the modules that have scales."""

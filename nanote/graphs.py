@@ -10,19 +10,33 @@ CUDA graph is one launch. Three ideas:
   they allocate state, compile kernels and select algorithms, which a capture cannot.
 - Keyword arguments select a graph, and each combination has its own. So a step of 64 micro-batches is three
   graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks.
-- All memory that a replay reads or writes lives as long as the graphs. These calls and the capture allocate
-  from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8 state.
+- All memory that a replay reads or writes lives as long as the graphs. The first two calls and the capture
+  allocate from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8
+  state.
 
 Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 import contextlib
 import gc
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 EAGER_CALLS = 2  # before a capture
+
+
+@dataclass
+class Variant:
+    """The calls of a function with the same keyword arguments, and their graph."""
+
+    shapes: str  # shapes and dtypes of the tensors, the same in every call
+    eager_calls: int = 0  # without a graph
+    graph: torch.cuda.CUDAGraph | None = None  # None until the capture, which also sets:
+    inputs: list | None = None  # the tensors that the graph reads
+    output: torch.Tensor | None = None  # the tensor that it writes
+    kept: object = None  # what `keep` has returned
 
 
 class CudaGraph:
@@ -39,7 +53,8 @@ class CudaGraph:
     """
 
     def __init__(self, function, keep=None):
-        """`keep`: returns objects whose tensors the graphs use, to keep them; called before each capture."""
+        """keep: a function that returns objects whose tensors the graph uses. It is called before each
+        capture, and its result lives as long as the graph."""
         self.function = function
         self.keep = keep
         self.stream = torch.cuda.Stream()  # PyTorch needs the calls before a capture on the capturing stream
@@ -47,9 +62,7 @@ class CudaGraph:
 
     def recapture(self) -> None:
         """Forget the graphs: the next calls run the function again, and then capture it as it is by then."""
-        self.captured = {}  # keyword arguments: (graph, inputs, output, kept objects)
-        self.calls = {}  # keyword arguments: number of calls without a graph
-        self.shapes = {}  # keyword arguments: shapes and dtypes of the tensors, as text
+        self.variants = {}  # {keyword arguments: Variant}
         self.pool = torch.cuda.MemPool()
         gc.collect()
         torch.cuda.empty_cache()  # a private pool cannot reuse memory that other pools cache
@@ -58,19 +71,19 @@ class CudaGraph:
         key = tuple(sorted(options.items()))
         tensors = tree_leaves(arguments)
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-        if self.shapes.setdefault(key, shapes) != shapes:
-            raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {self.shapes[key]}; "
+        variant = self.variants.setdefault(key, Variant(shapes))
+        if variant.shapes != shapes:
+            raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {variant.shapes}; "
                              "pass tensors of one shape, or call recapture()")
-        if key not in self.captured:
-            self.calls[key] = self.calls.get(key, 0) + 1
-            if self.calls[key] <= EAGER_CALLS:
-                return self._run(arguments, options)
-            self.captured[key] = self._capture(arguments, options)
-        graph, inputs, output, _kept = self.captured[key]
-        for static, tensor in zip(inputs, tensors):
+        if variant.eager_calls < EAGER_CALLS:
+            variant.eager_calls += 1
+            return self._run(arguments, options)
+        if variant.graph is None:
+            self._capture(variant, arguments, options)
+        for static, tensor in zip(variant.inputs, tensors):
             static.copy_(tensor, non_blocking=True)
-        graph.replay()
-        return None if output is None else output.clone()
+        variant.graph.replay()
+        return None if variant.output is None else variant.output.clone()
 
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""
@@ -82,8 +95,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(self.stream)
         return None if output is None else output.clone()
 
-    def _capture(self, arguments, options):
-        """Capture the function; nothing runs on the GPU yet."""
+    def _capture(self, variant, arguments, options):
+        """Capture the function for a variant; nothing runs on the GPU yet."""
         arguments = tree_map(torch.clone, arguments)
         kept = self.keep() if self.keep else None
         graph = torch.cuda.CUDAGraph()
@@ -98,7 +111,10 @@ class CudaGraph:
                 raise
             raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; call the "
                              "function without CudaGraph, or pass --cuda-graph off to train.py") from error
-        return graph, tree_leaves(arguments), output, kept
+        variant.graph = graph
+        variant.inputs = tree_leaves(arguments)
+        variant.output = output
+        variant.kept = kept
 
 
 def _end_failed_capture(pool) -> None:

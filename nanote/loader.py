@@ -22,8 +22,8 @@ class MicroBatch(NamedTuple):
     """What one forward and backward pass trains on."""
 
     # input_ids and labels, int64 (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32
-    # (max_documents + 1,): the start of each document or part of one in input_ids.flatten(), padded with its
-    # length.
+    # (max_documents + 1,): the start of each document or part of one in input_ids.flatten(), then
+    # micro_batch_size * seq_len once or more.
     inputs: tuple[torch.Tensor, ...]
     divisor: torch.Tensor  # (), float32: the loss is divided by it, see Loader._divisors
 
@@ -84,17 +84,16 @@ class Loader:
         self._prefetched = {step + 1: self._thread.submit(self._read, step + 1)}
         micro_batches = []
         for tensors, divisor in zip(future.result(), self._divisors(step)):
-            inputs = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
-            micro_batches.append(MicroBatch(inputs, divisor))
+            micro_batches.append(MicroBatch(self._on_device(tensors), divisor))
         return micro_batches
 
     def _read(self, step):
         """Return the tensors of each micro-batch of a step in host memory."""
         micro_batches = []
         for micro_batch in range(self.grad_accum):
-            place = micro_batch * self.ranks.count + self.ranks.rank  # among those of all ranks
-            first = self.samples_before(step) + place * self.micro_batch_size
-            starts = self._window_starts(range(first, first + self.micro_batch_size))
+            number = micro_batch * self.ranks.count + self.ranks.rank  # among the step's, of all ranks
+            first_sample = self.samples_before(step) + number * self.micro_batch_size
+            starts = self._window_starts(range(first_sample, first_sample + self.micro_batch_size))
             tensors = self._windows_at(starts)
             labels = tensors[1]
             if self.mask is not None and (labels == -100).all():
@@ -126,10 +125,10 @@ class Loader:
             return True
         return bool(self._cached_label_counts(self.samples_before(step)).any())
 
-    def _label_counts(self, first):
+    def _label_counts(self, first_sample):
         """Return the number of labels of each micro-batch of each rank, (grad_accum, ranks), of the step that
-        begins with the sample `first`."""
-        starts = self._window_starts(range(first, first + self.samples_per_step))
+        begins with `first_sample`."""
+        starts = self._window_starts(range(first_sample, first_sample + self.samples_per_step))
         positions = starts[:, None] + np.arange(1, self.seq_len + 1)
         counts = self.mask[positions].sum(1, dtype=np.int64)
         return counts.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
@@ -144,7 +143,8 @@ class Loader:
         """Let the step after the checkpoint `source` read what the run has not read. A step may have another
         number of samples now, but the tokens, seq_len and seed decide what a sample is.
 
-        resumed_meta: meta.json of the checkpoint."""
+        resumed_meta: meta.json of the checkpoint.
+        """
         step = resumed_meta["step"]
         options = resumed_meta["config"]
         # version 0.1 counts no samples, and stores no checksums of the tokens
@@ -177,7 +177,7 @@ class Loader:
         return np.array(starts)
 
     def _epoch(self, epoch):
-        """Return (where the first window starts, in tokens; the order of the windows) of an epoch. Philox's
+        """Return where the first window of an epoch starts, in tokens, and the order of its windows. Philox's
         raw bits are what numpy guarantees never to change."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         num_offsets = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
@@ -204,36 +204,48 @@ class Loader:
                 tensors = [tensor.pin_memory() for tensor in tensors]
         return tensors
 
+    def _on_device(self, tensors):
+        """Return pinned tensors as the model's arguments."""
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+
     # ------------------------------------------------------------ evaluation
 
     def evaluation(self, tokens):
-        """Yield (the model's inputs, number of labels that count) for `tokens` tokens of the split, in whole
-        windows, which depend on seq_len only. Labels that do not count are -100. Every rank gets its part of
-        the windows and the same number of batches."""
+        """Yield (the model's inputs, number of labels that count). Together they cover `tokens` tokens of
+        the split, in whole windows that depend on seq_len only. Labels that do not count are -100. Every rank
+        gets its part of the windows and the same number of batches."""
         all_starts = self._evaluation_starts(tokens)
         rows = self.micro_batch_size
         num_batches = math.ceil(len(all_starts) / (rows * self.ranks.count))
         last_start = len(self.tokens) - 1 - self.seq_len  # of a complete window
         for batch in range(num_batches):
-            first = (batch * self.ranks.count + self.ranks.rank) * rows
-            numbers = np.arange(first, first + rows)  # of each row's window
-            starts = all_starts[np.minimum(numbers, len(all_starts) - 1)]
+            first_window = (batch * self.ranks.count + self.ranks.rank) * rows
+            windows = np.arange(first_window, first_window + rows)  # one for each row
+            starts = all_starts[np.minimum(windows, len(all_starts) - 1)]
             # An incomplete window is moved back to end with the split: its first labels are another window's.
             moved_starts = np.minimum(starts, last_start)
-            input_ids, labels, *packing = self._windows_at(moved_starts)
+            overlaps = starts - moved_starts
+            tensors = self._windows_at(moved_starts)
+            labels = tensors[1]
             for row in range(rows):
-                labels[row, :starts[row] - moved_starts[row]] = -100
-                if numbers[row] >= len(all_starts):  # no window is left for this row
+                labels[row, :overlaps[row]] = -100
+                if windows[row] >= len(all_starts):  # no window is left for this row
                     labels[row] = -100
-            inputs = tuple(tensor.to(self.device, non_blocking=True)
-                           for tensor in (input_ids, labels, *packing))
-            yield inputs, int((labels != -100).sum())
+            yield self._on_device(tensors), int((labels != -100).sum())
 
     def _evaluation_starts(self, tokens):
         """Return where the windows of an evaluation begin: spread evenly over the split, or all of it."""
         num_windows = math.ceil((len(self.tokens) - 1) / self.seq_len)  # the last may be incomplete
         num_chosen = min(math.ceil(tokens / self.seq_len), num_windows)
-        return np.arange(num_chosen) * num_windows // num_chosen * self.seq_len
+        windows = np.arange(num_chosen) * num_windows // num_chosen
+        return windows * self.seq_len
+
+
+class Loaders(NamedTuple):
+    """The two splits of a run's data."""
+
+    train: Loader
+    val: Loader
 
 
 # ---------------------------------------------------------------- packed documents
@@ -249,9 +261,9 @@ def most_documents(tokens, start_token, seq_len):
     """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk_size = 1 << 20
     starts = []
-    for first in range(0, len(tokens), chunk_size):
-        chunk = tokens[first:first + chunk_size]
-        starts.append(first + np.flatnonzero(chunk == start_token))
+    for chunk_start in range(0, len(tokens), chunk_size):
+        chunk = tokens[chunk_start:chunk_start + chunk_size]
+        starts.append(chunk_start + np.flatnonzero(chunk == start_token))
     starts = np.concatenate(starts)
     # The first token of a window starts a document or a part of one, each start token after it another.
     counts = np.searchsorted(starts, starts + seq_len - 1) - np.arange(len(starts))

@@ -54,8 +54,8 @@ class Log:
         self.started = time.perf_counter()
         self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
-        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step",
-                        disable=None if self.is_writer else True)  # None: no bar without a terminal
+        is_hidden = None if self.is_writer else True  # None: tqdm hides the bar without a terminal
+        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=is_hidden)
         self.boards = {}  # {name: its functions log(scalars, step) and close()}
         if self.is_writer:
             with self._reporting("tensorboard"):
@@ -77,7 +77,7 @@ class Log:
             pass  # a full disk does not stop a run
 
     def say_start(self, model, not_sharded_reason: str) -> None:
-        """Say what is trained, on what and how. not_sharded_reason: of an Optimizer, or ""."""
+        """Say what is trained, on what and how. not_sharded_reason: see nanote.optimizers.Optimizer."""
         config = self.config
         loader = self.loader
         device = torch.cuda.get_device_name(loader.device) if loader.device.type == "cuda" else "CPU"
@@ -101,16 +101,16 @@ class Log:
         """Name a scale of delayed scaling that an outlier has lowered, and how long its history holds it."""
         if not self.is_writer or self.config.fp8_amax_compute_algo != "max":
             return
-        outliers = [(name, ago, rows) for name, ago, rows in fp8_state.outliers() if rows > 1]
+        outliers = [outlier for outlier in fp8_state.outliers() if outlier.rows > 1]
         if not outliers:
             return
-        name, ago, rows = outliers[0]
+        name, steps_ago, rows = outliers[0]
         more = f" and {len(outliers) - 1} more" if len(outliers) > 1 else ""
         # a history has a row for each update of its scale: weights are cast once a step
         updates_per_step = 1 if name.endswith("weight") else self.config.grad_accum
         steps = math.ceil(rows / updates_per_step)
-        self.say(f"step {step - ago}: the scale of {name}{more} fell by more than 2^20, and the amax history "
-                 f"holds its new amax for {steps} steps; to forget an outlier sooner, --resume with "
+        self.say(f"step {step - steps_ago}: the scale of {name}{more} fell by more than 2^20, and the amax "
+                 f"history holds its new amax for {steps} steps; to forget an outlier sooner, --resume with "
                  "--fp8-amax-compute-algo most_recent or a shorter --fp8-amax-history-len")
 
     def move_bar(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Log:
             line += f"  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}"
         line += f"  lr {record['lr']:.2e}"
         tokens_per_s = record["tokens_per_s"]
-        has_trained = tokens_per_s > 0  # else nothing says how long a step takes
+        has_trained = tokens_per_s > 0  # else no step had a label, and the time of a step is not known
         if has_trained:
             line += f"  {tokens_per_s:,.0f} tokens/s"
         for name, shown in SHOWN.items():

@@ -1,8 +1,9 @@
 """What a run measures of its training steps: losses, gradient norms, skipped steps, speed and model FLOP
 utilization (MFU).
 
-A training loop calls `StepMeter.add` after every step and, every few steps, `collect`, `take_record` and
-`restart_clock`, in this order.
+    meter.add(step, loss, norm)         after every step
+    record = meter.collect(step, lr)    every few steps: what metrics.jsonl has of them
+    meter.restart_clock()               after it, when logging, evaluation and saving are done
 """
 import math
 import time
@@ -27,12 +28,13 @@ class StepMeter:
     """The losses and gradient norms of steps, and the time that the steps take. Every rank has one."""
 
     def __init__(self, config, model, loader, skipped_before: list[int], say):
-        """skipped_before: steps that the run skipped before it was resumed. `say`: prints a line."""
+        """skipped_before: steps that the run skipped before it was resumed. say: a function that prints a
+        line."""
         self.folder = config.out_dir
         self.max_steps = config.max_steps
         self.loader = loader
         self.say = say
-        self.flops_per_token = None  # if known
+        self.flops_per_token = None  # not known
         if loader.device.type == "cuda" and not is_model_file(config.model):
             parameters = sum(parameter.numel() for parameter in model.parameters())
             self.flops_per_token = flops_per_token(model.config, parameters, config.seq_len)
@@ -41,8 +43,6 @@ class StepMeter:
         self.skipped = []  # steps
         self.skipped_before = list(skipped_before)
         self.without_labels = set()  # steps that changed nothing
-        self.steps = 0  # since the last record
-        self.seconds = 0.0  # of these steps, without logging, evaluation and checkpoints
         self.restart_clock()
 
     @property
@@ -51,20 +51,42 @@ class StepMeter:
         return self.skipped_before + self.skipped
 
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
+        """Note a step. loss: this rank's share, (). norm: that of all gradients, (), equal on all ranks."""
         self.pending.append((step, loss, norm))
-        self.steps += 1
 
     def add_without_labels(self, step: int) -> None:
         """Note a step in which no token of any rank is a label, so that it changed nothing."""
         self.without_labels.add(step)
         self.say(f"step {step}: no token is a label: skipped")
 
-    def collect(self, step: int) -> None:
-        """Read the losses and gradient norms up to `step`, which waits for the device, and say which steps
-        were skipped: those where one is not finite. Raise Diverged after too many of them. Collective."""
+    def collect(self, step: int, lr: float) -> dict | None:
+        """Stop the clock, and return the line of metrics.jsonl about the steps since the last call. Say which
+        of them were skipped, and raise Diverged after too many. Waits for the device. Collective.
+
+        step: the last of these steps. The line has the loss and gradient norm of the last finite step, or
+        None for both if `step` had no label. There is no line, None, until a step was finite.
+        """
+        values = self._pending_values()
+        seconds = time.perf_counter() - self.clock_started
+        self._note_skipped(step, values)
+        tokens_per_s = self.loader.tokens_per_step * len(values) / seconds
+        self.pending.clear()
+        loss = None
+        norm = None
+        if step not in self.without_labels:
+            if self.last_finite is None:
+                return None
+            loss, norm = self.last_finite
+        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
+                "tokens_per_s": tokens_per_s, "mfu": self._mfu(tokens_per_s), "peak_gib": self._peak_gib()}
+
+    def _note_skipped(self, step: int, values: list[tuple[int, float, float]]) -> None:
+        """Note and say which steps were skipped: those whose loss or gradient norm is not finite.
+
+        values: (step, loss, gradient norm) of the steps up to `step`.
+        """
         reason = ""  # of the last skipped step
-        for pending_step, loss, norm in self._pending_values():
+        for pending_step, loss, norm in values:
             if math.isfinite(loss) and math.isfinite(norm):
                 self.last_finite = loss, norm
                 continue
@@ -73,11 +95,9 @@ class StepMeter:
             if len(self.skipped) > MAX_SKIPPED:
                 raise self._diverged(reason)
             self.say(f"{reason}: skipped ({len(self.skipped)} of {MAX_SKIPPED})")
-        has_no_finite_step = reason and self.last_finite is None
-        if has_no_finite_step and step == self.max_steps:
+        is_last = step == self.max_steps
+        if is_last and reason and self.last_finite is None:  # no step was ever finite
             raise self._diverged(reason)
-        self.pending.clear()
-        self.seconds += time.perf_counter() - self.clock_started
 
     def _pending_values(self) -> list[tuple[int, float, float]]:
         """Return (step, loss, gradient norm) of the pending steps, over all ranks. Waits for the device."""
@@ -95,31 +115,18 @@ class StepMeter:
         before = len(self.skipped) - 1
         return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
 
-    def has_result(self, step: int) -> bool:
-        """Return whether there is anything to log of a step: not until a step was finite."""
-        return self.last_finite is not None or step in self.without_labels
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """Return the model FLOP utilization; None if the FLOPs of the model or the GPU are not known, or if
+        no step since the last record had a label."""
+        peak = peak_flops(self.loader.device)
+        if not peak or not self.flops_per_token or tokens_per_s == 0:
+            return None
+        return tokens_per_s * self.flops_per_token / (peak * self.loader.ranks.count)
 
-    def take_record(self, step: int, lr: float) -> dict:
-        """Return the line of metrics.jsonl about the steps since the last one; call `collect` first. The loss
-        is that of the last finite step; None if no step was finite yet, or if this one had no label."""
-        loss = None
-        norm = None
-        if self.last_finite is not None and step not in self.without_labels:
-            loss, norm = self.last_finite
-        tokens_per_s = self.loader.tokens_per_step * self.steps / self.seconds
-        self.steps = 0
-        self.seconds = 0.0
+    def _peak_gib(self) -> float | None:
+        """Return the largest amount of GPU memory so far, None on a CPU."""
         device = self.loader.device
-        mfu = None
-        peak_gib = None
-        if device.type == "cuda":
-            peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
-            peak = peak_flops(device)
-            has_trained = tokens_per_s > 0  # else no step since the last record had a label
-            if peak and self.flops_per_token and has_trained:
-                mfu = tokens_per_s * self.flops_per_token / (peak * self.loader.ranks.count)
-        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
-                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
+        return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
     def restart_clock(self) -> None:
         """Start the clock of training time, at first and after logging, evaluation and checkpoint."""

@@ -15,7 +15,10 @@ TOKEN_FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
 @contextmanager
 def new_folder(out_dir, force=False, advice="name another --out-dir"):
     """Yield an empty folder that becomes `out_dir` when the block ends without an exception. A second process
-    that writes the same `out_dir` is refused. force: replace a folder of token files."""
+    that writes the same `out_dir` is refused.
+
+    force: replace a folder of token files. advice: ends the message about a folder that cannot be written.
+    """
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
@@ -58,7 +61,8 @@ def tidy(new, old, target):
 
 @contextmanager
 def locked_folder(folder, refusal):
-    """Make a folder, locked inside the context and removed after it. ValueError if it is locked."""
+    """Make a folder that is locked inside the context and removed after it. Raise ValueError(refusal) if it
+    is locked already."""
     lock = take_lock(folder)
     if lock is None:
         raise ValueError(refusal)

@@ -74,18 +74,21 @@ class Optimizer:
 
 
 class FastOptimizer(Optimizer):
-    """A FastAdam. The GPU decides whether to skip a step, so a CUDA graph can capture it."""
+    """A FastAdam. The GPU decides whether to skip a step, so a CUDA graph can capture it.
+
+    sharded_adam: a ShardedAdam (nanote/peers.py) around it, if `nanote.ddp.shard_optimizer` has set one.
+    """
 
     capturable = True
 
     def __init__(self, model, fast_adam):
         super().__init__(model, fast_adam)
         self.fast_adam = fast_adam
-        self.sharded_adam = None  # a nanote.peers.ShardedAdam, after nanote.ddp.shard_optimizer
+        self.sharded_adam = None
 
     @property
     def adam(self):
-        """What has the gradient norm and makes the update: FastAdam, or the ShardedAdam around it."""
+        """FastAdam, or the ShardedAdam around it."""
         return self.sharded_adam or self.fast_adam
 
     def set_lr(self, lr: float) -> None:
@@ -96,7 +99,7 @@ class FastOptimizer(Optimizer):
         return parallel.norm_over_shards(self.adam.gradient_norm(), self.mesh)
 
     def step(self, clip_coef: torch.Tensor, skip: torch.Tensor) -> None:
-        # FastAdam multiplies gradients as it reads them, and skips a step whose scale is NaN
+        # FastAdam multiplies gradients as it reads them, and skips a step whose grad_scale is NaN
         self.adam.step(grad_scale=torch.where(skip, math.nan, clip_coef))
 
     def gather_state(self) -> None:
@@ -105,8 +108,8 @@ class FastOptimizer(Optimizer):
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor, (), that limits gradients of this norm, (), to max_norm; 0: no limit."""
-    if max_norm == 0:  # the factor is 1 then, but NaN for a norm that is not finite
+    """Return the factor, (), that limits gradients of this norm, (), to max_norm. 0 sets no limit."""
+    if max_norm == 0:  # the factor becomes 1, but NaN for a norm that is not finite
         max_norm = math.inf
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

@@ -122,9 +122,12 @@ def launcher() -> str:
 # ---------------------------------------------------------------- a sharded model
 
 def shard(model, kind: str, grad_accum: int) -> None:
-    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine. A block's
-    weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
-    backward pass. With hsdp each machine does so, and machines sum their gradients."""
+    """Shard a model block by block, in place. A block's weights are gathered when it runs, and its gradients
+    are summed and divided among the ranks in the backward pass.
+
+    kind: "fsdp", or "hsdp" to shard on each machine. Machines then sum their gradients.
+    grad_accum: the number of micro-batches a step.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
@@ -151,8 +154,9 @@ _local_parts = WeakIdKeyDictionary()  # {DTensor: this rank's part}
 
 
 def local_part(parameter) -> torch.Tensor:
-    """Return this rank's part of a sharded parameter, in the same memory, as a plain parameter: always the
-    same one, so that the optimizer's state can be found with it. Return any other parameter itself."""
+    """Return this rank's part of a sharded parameter, in the same memory, as a plain parameter. Each call
+    returns the same object, so that the optimizer's state can be found with it. Return any other parameter
+    itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter not in _local_parts:
@@ -182,7 +186,8 @@ def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tenso
 
 
 def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return host memory to load a tensor into; for this rank's part of a sharded parameter of that size."""
+    """Return host memory to load a tensor of that size into. If `parameter` is sharded and has that size, it
+    is a DTensor with memory for this rank's part."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
     mesh = parameter.device_mesh
@@ -202,7 +207,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_first(value, group=None):
-    """Return the value of the first rank that has one, neither None nor empty; `value` if none has.
+    """Return the value of the first rank whose value is neither None nor empty; `value` if there is none.
     Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)

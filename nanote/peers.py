@@ -117,22 +117,22 @@ class ShardedAdam:
         for bucket in self.buckets:
             shard_start, _ = bucket.shard_of(self.rank, self.world_size)
             for parameter, offset in bucket.offsets.items():
-                first, size = self.slice_of(parameter, bucket, self.rank)
-                addend_start = self.columns[bucket] + offset + first - shard_start
-                slices[parameter] = Slice(first, size, addend_start)
+                start, size = self.slice_of(parameter, bucket, self.rank)
+                addend_start = self.columns[bucket] + offset + start - shard_start
+                slices[parameter] = Slice(start, size, addend_start)
         addresses = self.weights_handle.buffer_ptrs
         distances = [addresses[other] - addresses[self.rank] for other in self.others]
         self.fast_adam.set_slices(slices, addends=self.received.view(self.world_size - 1, self.width),
                                   copy_distances=torch.tensor(distances, device=self.received.device))
 
     def slice_of(self, parameter, bucket, rank: int) -> tuple[int, int]:
-        """Return the first and the number of the elements of a parameter that a rank updates."""
-        start, end = bucket.shard_of(rank, self.world_size)
+        """Return the index of the first element of a parameter that a rank updates, and their number."""
+        shard_start, shard_end = bucket.shard_of(rank, self.world_size)
         offset = bucket.offsets[parameter]
         size = parameter.numel()
-        first = min(max(start - offset, 0), size)
-        last = min(max(end - offset, 0), size)
-        return first, last - first
+        start = min(max(shard_start - offset, 0), size)
+        end = min(max(shard_end - offset, 0), size)
+        return start, end - start
 
     def send(self, bucket) -> None:
         """Copy the gradients of a bucket to the ranks whose shards they are."""
@@ -170,9 +170,9 @@ class ShardedAdam:
 
     def _gather(self, tensor, parameter, bucket) -> None:
         for rank in range(self.world_size):
-            first, size = self.slice_of(parameter, bucket, rank)
+            start, size = self.slice_of(parameter, bucket, rank)
             if size > 0:
-                updated = tensor[first:first + size]
+                updated = tensor[start:start + size]
                 dist.broadcast(updated.view(torch.uint8), src=rank)  # as bytes: NCCL has no 16-bit integers
 
 

@@ -9,18 +9,19 @@ from nanote import parallel
 
 
 def check_steps(steps: str | None) -> None:
-    """Raise ValueError for a --profile that is not START:STOP."""
+    """Raise ValueError for a --profile that is neither START:STOP nor a step."""
     if steps:
         parse_steps(steps)
 
 
 def parse_steps(steps: str) -> tuple[int, int]:
-    """Return the first and the last step of START:STOP, or of a single step."""
+    """Return the first and the last step of START:STOP. A single step is both."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
     if found:
-        first, last = int(found[1]), int(found[2] or found[1])
-        if 1 <= first <= last:
-            return first, last
+        first_step = int(found[1])
+        last_step = int(found[2] or found[1])
+        if 1 <= first_step <= last_step:
+            return first_step, last_step
     raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
 
 
@@ -29,13 +30,13 @@ class Profiler(contextlib.ExitStack):
     0. The device is synchronized before and after them, so the trace holds them completely, and no others."""
 
     def __init__(self, steps: str | None, folder, device: torch.device):
-        """`steps`: START:STOP; None: trace no step."""
+        """steps: START:STOP, or None to trace no step."""
         super().__init__()
         self.steps = steps
         self.traced_steps = range(0)
         if steps and parallel.rank() == 0:
-            first, last = parse_steps(steps)
-            self.traced_steps = range(first, last + 1)
+            first_step, last_step = parse_steps(steps)
+            self.traced_steps = range(first_step, last_step + 1)
         self.path = Path(folder, "profile")
         self.device = device
         self.is_running = False

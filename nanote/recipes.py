@@ -149,6 +149,30 @@ def is_fresh(model):
     return all(bool((scale == 1).all()) for scale in scales)
 
 
+# With another value of these, scales are for another format or for other layers.
+SCALE_OPTIONS = ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
+
+
+def needs_first_scales(config, model, tokens_per_step, scales_meta):
+    """Return whether first scales must be found: delayed scaling has none, or those of a checkpoint are for
+    another format, for other layers, or for the smaller gradients of a step of more tokens.
+
+    scales_meta: meta.json of the run whose scales were loaded; {}: none were.
+    """
+    if not uses_delayed_scaling(model):
+        return False
+    if not scales_meta or is_fresh(model):
+        return True
+    if tokens_per_step < scales_meta.get("tokens_per_step", 0):  # the loss is divided by fewer tokens
+        return True
+    saved_options = scales_meta["config"]
+    for name in SCALE_OPTIONS:
+        value = getattr(config, name)
+        if saved_options.get(name, value) != value:
+            return True
+    return False
+
+
 def find_first_scales(model, inputs, divisor):
     """Find the first scales of delayed scaling: four forward and backward passes without an update.
 

@@ -34,7 +34,8 @@ def next_free_folder(first: str) -> str:
 def is_taken(folder: str) -> bool:
     """Return whether a folder has a checkpoint, or files that are not a run's.
 
-    A run that ended before its first checkpoint has config.json; a new run may overwrite it."""
+    A run that ended before its first checkpoint has config.json; a new run may overwrite it.
+    """
     if not os.path.lexists(folder):
         return False
     if checkpoint.latest(folder) is not None:
@@ -43,7 +44,7 @@ def is_taken(folder: str) -> bool:
 
 
 def prepare_files(config, source: Path | None, first_step: int) -> None:
-    """Cut the logs of a run to the checkpoint that it continues, and write config.json. ValueError if
+    """Cut the logs of a run to the checkpoint that it continues, and write config.json. Raise ValueError if
     another process has written a newer checkpoint."""
     folder = config.out_dir
     if source is not None and checkpoint.latest(folder) != source:
@@ -53,10 +54,10 @@ def prepare_files(config, source: Path | None, first_step: int) -> None:
     logs.replace_file(Path(folder, "config.json"), json.dumps(options, indent=2) + "\n")
 
 
-def run_meta(config, model, loader, step: int, resumed_meta: dict, skipped: list[int]) -> dict:
+def run_meta(config, model, loader, step: int, skipped: list[int]) -> dict:
     """Return the run's part of meta.json of the checkpoint of a step. skipped: the steps that were not
-    finite; resumed_meta: meta.json of the checkpoint that the run continued."""
-    meta = {
+    finite."""
+    return {
         "config": asdict(config),
         "model": models.portable_name(config.model),
         "model_config": asdict(model.config),
@@ -67,9 +68,6 @@ def run_meta(config, model, loader, step: int, resumed_meta: dict, skipped: list
         "tokens_per_step": loader.tokens_per_step,
         "skipped": skipped,
     }
-    if "hf" in resumed_meta:  # the source of an imported model
-        meta["hf"] = resumed_meta["hf"]
-    return meta
 
 
 def print_summary(config, step: int) -> None:

@@ -7,7 +7,7 @@ def learning_rate(step: int, config) -> float:
 
     Both decays end at a tenth of the peak; wsd begins its own in the last fifth of the steps.
     """
-    decay = 1.0  # falls to 0
+    decay = 1.0  # falls to 0 in the end
     if config.lr_schedule == "cosine" and step > config.warmup_steps:
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
         decay = 0.5 * (1 + math.cos(math.pi * progress))

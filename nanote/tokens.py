@@ -36,7 +36,8 @@ def meta_checksum(meta):
 # ---------------------------------------------------------------- read
 
 def open_tokens(folder, split, verify=True):
-    """Return the tokens of `split` as a memory map, and meta.json. verify: SHA-256, a second a gigabyte."""
+    """Return the tokens of `split` as a memory map, and meta.json. verify: check the SHA-256, which takes a
+    second a gigabyte."""
     path = Path(folder, f"{split}.bin")
     meta_path = Path(folder, "meta.json")
     if not meta_path.is_file():
@@ -71,7 +72,8 @@ def open_array(path, dtype, count, checksum, verify):
 
 
 def open_mask(folder, split, meta, verify):
-    """Return 1 for each token of `split` that is a label, 0 for others, as a memory map; None: all are."""
+    """Return 1 for each token of `split` that is a label, 0 for others, as a memory map. Return None if all
+    tokens are labels."""
     checksum = meta.get(f"{split}_mask_sha256")
     if checksum is None:
         return None
@@ -99,8 +101,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
     last `val_fraction` of the tokens are `val`. After ValueError or OSError `out_dir` is as it was.
-    `source`, `left_out`: for meta.json, what the documents are and what was skipped.
-    `answers_only`: documents are prompts and answers; write masks.
+    source, left_out: what the documents are and what was skipped, for meta.json.
+    answers_only: write masks, for documents that are prompts and answers.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
@@ -173,8 +175,10 @@ def encoded(documents, encoder, val_fraction, pool):
 
 
 def write_splits(folder, dtypes, pieces):
-    """Write a file of each dtype for each split, from (piece, its tokens). Return the counts of meta.json.
-    dtypes: of the files by suffix, bin and perhaps mask."""
+    """Write the token files, and perhaps masks, of both splits. Return the counts of meta.json.
+
+    dtypes: {suffix of a file, bin or mask: its dtype}. pieces: (piece, its tokens) of all documents.
+    """
     counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
     with ExitStack() as stack, tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar:
         files = {}

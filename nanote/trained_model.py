@@ -11,7 +11,7 @@ def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
 
     Args:
         meta: the checkpoint's meta.json.
-        model_name: --model: path/to/file.py:Class of your own model, or the name that the checkpoint has.
+        model_name: the --model option, path/to/file.py:Class of your own model or the checkpoint's name.
     """
     if model_name is not None and is_model_file(model_name):
         own_model.load_file(model_name)
@@ -26,7 +26,7 @@ def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
 
 
 def load_tokenizer(meta, moved_to=None):
-    """Return the tokenizer of a checkpoint's meta.json. moved_to: hf:DIR, the folder where it is now."""
+    """Return the tokenizer of a checkpoint's meta.json. moved_to: "hf:" and the folder where it is now."""
     vocab_size = meta["model_config"]["vocab_size"]
     vocab_size = meta.get("hf", {}).get("vocab_size", vocab_size)
     tokenizer = get_tokenizer(moved_to or meta["tokenizer"], vocab_size)

@@ -1,5 +1,5 @@
-"""The state of a training run as tensors with names, which checkpoints store: of model, optimizer, FP8 scales
-and random number generators.
+"""The state of a training run as tensors with names, which checkpoints store. It is the state of the model,
+the optimizer, the FP8 scales and the random number generators.
 
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
 - `parts_to_write` says what each rank stores: its shard of a sharded parameter, and its share of the tensors
@@ -81,7 +81,8 @@ def parts_to_write(model, optimizer) -> Iterator[StoredPart]:
     bytes_of_ranks = [0] * parallel.world_size()  # of the tensors that all ranks have
     for name, tensor, parameter in named_tensors(model, optimizer):
         if isinstance(parameter, DTensor):
-            if tensor.numel() > 0 and is_first_replica(parameter):  # a small one has fewer shards than ranks
+            # a small parameter has fewer shards than there are ranks
+            if tensor.numel() > 0 and is_first_replica(parameter):
                 yield StoredPart(name, tensor.contiguous(), shard_offsets(parameter))
             continue
         writer = bytes_of_ranks.index(min(bytes_of_ranks))
@@ -140,8 +141,8 @@ def shard_offsets(parameter: DTensor) -> list[int]:
 def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
     """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model.
 
-    A weight that has a float32 master becomes the master, rounded to the model's dtype. The stored weight is
-    rounded to BF16, and in a run of version 0.2 with --fp8-param to FP8.
+    A weight that has a float32 master becomes the master, rounded to the model's dtype. "model.<parameter>"
+    was rounded when it was saved: to BF16, or to FP8 by version 0.2 with --fp8-param.
     """
     for name, weight in weights_of(model).items():
         source = stored.get(f"optimizer.{name}.master_param")
@@ -153,8 +154,9 @@ def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
 def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_groups=()) -> None:
     """Restore step counts and state of an optimizer, in place.
 
-    stored: of this rank, with all of the model's weights. stored_groups: options of its parameter groups, of
-    which only the step counts are used; the options of this run decide the rest.
+    stored: this rank's part of each stored tensor, with all of the model's weights.
+    stored_groups: the stored options of the parameter groups. Only their step counts are used, since the
+    options of this run decide the rest.
     """
     for group, stored_group in zip(optimizer.param_groups, stored_groups):
         if isinstance(group.get("step"), torch.Tensor):
@@ -171,15 +173,17 @@ def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_gro
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: dict, weight) -> None:
-    """Restore the state of one parameter from `stored`, {name in its state: tensor}. `weight`: the parameter
-    as it is stored."""
+    """Restore the state of one parameter.
+
+    stored: {name in its state: tensor}. weight: the parameter as it is stored.
+    """
     state = optimizer.state[parameter]
     if stored and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
         optimizer.initialize_state(parameter, False)  # else it allocates in its first step
     values = dict(stored)
     if not has_master(parameter):
         values.pop("master_param", None)
-    elif "master_param" in state and "master_param" not in stored:  # of a float32 run
+    elif "master_param" in state and "master_param" not in stored:  # a float32 run has stored it
         values["master_param"] = weight.float()
     for key, value in values.items():
         current = state.get(key)
@@ -199,7 +203,7 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: di
 # ---------------------------------------------------------------- float32 masters
 
 def has_master(parameter) -> bool:
-    """Return whether a float32 master is trained: not of float32 weights, for which TE allocates one too."""
+    """Return whether a float32 master is trained. A float32 weight has none, though TE allocates one."""
     return parameter.dtype != torch.float32
 
 

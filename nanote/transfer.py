@@ -3,20 +3,48 @@
 What the source lacks, such as an adapter, stays as it was initialized. The optimizer starts anew, from the
 source's float32 masters, and FP8 scales are taken over if both have the same tensors.
 """
+from pathlib import Path
+
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanote import checkpoint, parallel, recipes
+from nanote.tokens import check_tokenizer
 from nanote.training_state import load_optimizer, load_weights, under_prefix, weights_of
 
 
+def is_run(source: str) -> bool:
+    """Return whether a folder is a checkpoint, or that of a run that has one."""
+    return checkpoint.step_of(source) is not None or checkpoint.latest(source) is not None
+
+
+def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
+    """Copy the weights of the run that --init-from names to a new run's model. Return its meta.json if its
+    FP8 scales were copied too, else {}. tokenizer: the name of the one that made the data. Collective."""
+    folder = checkpoint.find(config.init_from)
+    meta = checkpoint.read_meta(folder)
+    check_tokenizer(config.data, tokenizer, meta["tokenizer"])
+    print_differences(config.init_from, vars(model.config), meta["model_config"])
+    tensors = read_run(folder, weights_of(model))
+    has_same_tensors = copy_tensors(config.init_from, model, optimizer, tensors)
+    return meta if has_same_tensors else {}
+
+
+def start_from_weights(config, model, optimizer, weights: dict, architecture: dict) -> None:
+    """Copy weights, read from the folder that --init-from names, to a new run's model. Collective.
+
+    weights: {name of a parameter: tensor}. architecture: the fields of their model's config.
+    """
+    print_differences(config.init_from, vars(model.config), architecture)
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    copy_tensors(config.init_from, model, optimizer, tensors)
+
+
 @torch.no_grad()
-def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bool:
-    """Copy a run's tensors, or `tensors`, to a model. Print what was found, and return whether both
-    have the same tensors. Collective."""
+def copy_tensors(source: str, model, optimizer, tensors: dict) -> bool:
+    """Copy tensors, named as in a checkpoint, to a model and its optimizer. Print which were found, and
+    return whether source and model have the same. Collective."""
     weights = weights_of(model)
-    if tensors is None:
-        tensors = read_run(source, weights)
     found = under_prefix(tensors, "model.")
     check_tensor_shapes(source, found, weights)
     if parallel.rank() == 0:
@@ -31,15 +59,15 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
             continue
         stored[f"model.{name}"] = parallel.local_part(sharded_like(weight, found[name]))
         if weight.dtype != torch.float32:  # the master has the source's own bits, before they are rounded
+            # load_weights prefers it
             stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
     load_weights(model, stored)
     load_optimizer(optimizer, model, stored)
     return has_same_tensors
 
 
-def read_run(source: str, weights: dict) -> dict:
-    """Return the weights, their float32 masters and the FP8 state of a run's checkpoint."""
-    folder = checkpoint.find(source)
+def read_run(folder: Path, weights: dict) -> dict:
+    """Return the weights, their float32 masters and the FP8 state of a checkpoint. Collective."""
     parallel.on_rank0(lambda: checkpoint.verify(folder))
     masters = [f"optimizer.{name}.master_param" for name in weights]
     return checkpoint.read_tensors(folder, ("model.", "fp8.", *masters), like=weights)

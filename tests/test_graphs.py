@@ -92,7 +92,7 @@ def test_what_happens_between_steps_changes_nothing(optimizer, between):
 def test_steps_of_two_lengths_share_one_model():
     """Each length has graphs of its own."""
     eager, graphed = make_training(graphs=False, optimizer="muon"), make_training(optimizer="muon")
-    parts = graphed.eager, graphed.model, graphed.optimizer
+    parts = graphed.model, graphed.optimizer, graphed.eager
     functions = {length: train.with_cuda_graphs(*parts) for length in (64, 128)}
     for number in range(8):
         length = 64 if number % 2 else 128

@@ -50,10 +50,9 @@ def train(log, meter, values, first_step=1):
 
 def write(log, meter, step, lr=1e-3, **others):
     """Write the record of a step, as train.py does."""
-    meter.collect(step)
-    record = meter.take_record(step, lr) | others
-    if meter.has_result(step):
-        log.write(record)
+    record = meter.collect(step, lr)
+    if record is not None:
+        log.write(record | others)
 
 
 # ---------------------------------------------------------------- records
@@ -88,8 +87,7 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     for step in (1, 2):
         meter.add(step, torch.tensor(1.0), torch.tensor(1.0))
         now[0] += 2.0
-    meter.collect(2)
-    record = meter.take_record(2, 1e-3)
+    record = meter.collect(2, 1e-3)
     assert record["tokens_per_s"] == 192 * 2 / 4.0
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 1e9 / (4 * 989e12))
     assert record["peak_gib"] == 3
@@ -97,8 +95,7 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     meter.restart_clock()
     meter.add(3, torch.tensor(1.0), torch.tensor(1.0))
     now[0] += 1.0
-    meter.collect(3)
-    assert meter.take_record(3, 1e-3)["tokens_per_s"] == 192
+    assert meter.collect(3, 1e-3)["tokens_per_s"] == 192
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
@@ -108,7 +105,7 @@ def test_more_than_ten_skipped_steps_end_a_run(start, capsys, loss, norm):
     for step in range(2, 13):
         meter.add(step, torch.tensor(loss), torch.tensor(norm))
     with pytest.raises(Diverged, match=f"step 12: loss {loss}, .*{norm}, after 10 skipped steps"):
-        meter.collect(12)
+        meter.collect(12, 1e-3)
     said = capsys.readouterr().out
     assert f"step 2: loss {loss}" in said and "skipped (1 of 10)" in said
 
