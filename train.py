@@ -48,7 +48,7 @@ def main(config: TrainConfig) -> None:
     ranks = parallel.start()  # the processes that torchrun started, or this one alone
     device = prepare_device(config, ranks)
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
-    resumed_meta = checkpoint.read_meta(source) if source else {}  # meta.json of the checkpoint
+    resumed_meta = checkpoint.read_meta(source) if source else {}  # meta.json of the checkpoint, if any
 
     # data
     loaders = Loaders(train=Loader(config, "train", ranks, device), val=Loader(config, "val", ranks, device))
@@ -109,7 +109,8 @@ def make_step(config, model, optimizer, gradients) -> StepFunctions:
         if is_first_microbatch:
             fp8_state.save()
         if is_first_microbatch and config.compile:
-            torch.compiler.cudagraph_mark_step_begin()  # its graphs may overwrite the last step's outputs
+            # torch.compile's CUDA graphs may overwrite the last step's outputs from here on
+            torch.compiler.cudagraph_mark_step_begin()
         # Without the flag a model quantizes its weights in every micro-batch.
         options = {"is_first_microbatch": is_first_microbatch} if caches_fp8_weights else {}
         # The first micro-batch overwrites the gradients of the last step, so there is no zero_grad. The

@@ -61,7 +61,8 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             known[word] = {NUMBERS[name]: int(count)}
     if kind == "fp8":
         known |= FP8_WORDS
-    if kind not in ("bf16", "fp8") or not known.keys() >= set(words):
+    has_unknown_word = any(word not in known for word in words)
+    if kind not in ("bf16", "fp8") or has_unknown_word:
         raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
                          "words of benchmark_te.py --help, such as fp8-current")
     changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}

@@ -29,8 +29,8 @@ def validation_loss(config, model, val_loader) -> float:
 
 
 def validate(config, model, val_loader, step: int) -> dict:
-    """Evaluate after `step`, and return the fields of metrics.jsonl. After the last step also evaluate without
-    FP8. Raise Diverged for a loss that is not finite."""
+    """Evaluate after `step`, and return the fields of metrics.jsonl. After the last step
+    evaluate without FP8, too. Raise Diverged for a loss that is not finite."""
     val_loss = validation_loss(config, model, val_loader)
     if not math.isfinite(val_loss):
         raise Diverged(f"step {step}: validation loss {val_loss}")

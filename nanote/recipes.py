@@ -149,7 +149,8 @@ def is_fresh(model):
     return all(bool((scale == 1).all()) for scale in scales)
 
 
-# With another value of these, scales are for another format or for other layers.
+# With another value of these, scales are for another format or for other layers. A checkpoint of another
+# recipe has no scales, so those of the model are fresh.
 SCALE_OPTIONS = ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
 
 
