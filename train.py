@@ -226,7 +226,7 @@ def train(config, model, optimizer, eager: StepFunctions, loaders: Loaders, chec
 
 
 def is_due(step: int, interval: int, also_if: bool = False) -> bool:
-    """Return whether a step is a multiple of `interval`, or `also_if` is true; never with interval 0."""
+    """Return whether a step is a multiple of `interval`, or `also_if` is true. Interval 0 means never."""
     return interval > 0 and (step % interval == 0 or also_if)
 
 
@@ -307,7 +307,7 @@ def prepare_model(config, model, loader) -> None:
 
 
 def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
-    """Load the checkpoint `source`, or start from --init-from; then find the first FP8 scales if none fit."""
+    """Load the checkpoint `source` or the weights of --init-from. Find the first FP8 scales if none fit."""
     scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
         loader.continue_from(source, resumed_meta)  # a step may have another number of samples now
@@ -327,7 +327,7 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
 # ---------------------------------------------------------------- the command
 
 def run(argv=None) -> int:
-    """Run a command line; return 0, or 1 for a run that diverged or ran out of memory."""
+    """Run a command line. Return 0, or 1 for a run that diverged or ran out of memory."""
     config = read_config(argv, parallel.folder_before_restart())
     try:
         main(config)

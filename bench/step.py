@@ -51,7 +51,7 @@ FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
+    """Return train.py's options for an arm; plain arms have those of bf16. Raise ValueError for any other."""
     kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
     known = WORDS | {model: {"model": model} for model in models.MODELS}
     for word in words:
@@ -72,7 +72,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
 
 
 def make_config(options: dict, device, block="gpt2") -> TrainConfig:
-    """Return train.py's options for a shape; without a GPU, those of a tiny model with the same block."""
+    """Return train.py's options for a shape, or without a GPU those of a tiny model with the same block."""
     fields = dict(preset="gpt2-124m", vocab_size=50304) | options
     if block == "modern":
         kv_heads = 4 if fields["n_head"] == 12 else max(1, fields["n_head"] // 4)
@@ -121,7 +121,7 @@ class Training:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):
-        """`batches`: micro-batches to find the first scales of delayed scaling with."""
+        """batches: the micro-batches that find the first scales of delayed scaling."""
         torch.manual_seed(config.seed)
         self.config = config
         self.world_size = parallel.world_size()
@@ -146,14 +146,18 @@ class Training:
         self.fp8_state = self.eager.fp8_state
 
     def forward_backward(self, batch, *, eager=False, **flags):
-        """Accumulate the gradients of a micro-batch; return this rank's share of the loss.
-        flags: is_first_microbatch and is_last_microbatch of train.py's forward_backward."""
+        """Accumulate the gradients of a micro-batch. Return this rank's share of the loss.
+
+        flags: is_first_microbatch and is_last_microbatch of train.py's forward_backward.
+        """
         functions = self.eager if eager else self.functions
         return functions.forward_backward(MicroBatch(batch, self.divisor), **flags)
 
     def __call__(self, batches, lr: float, eager=False):
-        """Train one step; return the mean loss of this rank and the gradient norm, each () on the device.
-        eager: launch forward and backward pass from Python."""
+        """Train one step. Return the mean loss of this rank and the gradient norm, each () on the device.
+
+        eager: launch forward and backward pass from Python.
+        """
         self.optimizer.set_lr(lr)
         loss = train.run_micro_batches(partial(self.forward_backward, eager=eager), batches)
         return loss * self.world_size, self.functions.update()

@@ -112,8 +112,8 @@ class BackwardPass:
 
 
 class Gradients:
-    """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
-    gradient; on several ranks these must be the same parameters on each rank and in every step.
+    """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have none. On
+    several ranks they must be the same parameters on each rank and in every step.
 
     reduce_bucket: what ranks do with a complete Bucket, on a CUDA stream of its own. `shard_optimizer`
     replaces it by ShardedAdam.send.
@@ -171,7 +171,8 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
-        """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
+        """Collect the gradients of a micro-batch. The first one overwrites them. Ranks reduce
+        them after the last one."""
         reduces = is_last_microbatch and self.world_size > 1
         self.current = BackwardPass(is_first_microbatch, reduces)
         self._prepare()
@@ -272,7 +273,7 @@ class Gradients:
                                  "only; let every parameter take part in every loss, or freeze it")
 
     def set_grad(self) -> None:
-        """Set `grad` of each parameter that has a gradient; the optimizer leaves any other as it is."""
+        """Set `grad` of each parameter. Without a gradient it is None: the optimizer skips the parameter."""
         for parameter in self.parameters:
             parameter.grad = self.views[parameter] if parameter in self.used else None
 
@@ -287,7 +288,7 @@ class ShardedGradients:
 
     @contextlib.contextmanager
     def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
-        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
+        """Accumulate over micro-batches, in FSDP2's own memory. The last one reduces over ranks."""
         if is_first_microbatch:
             for unit in (self.model, *self.model.blocks):
                 unit.reshard()  # an evaluation leaves weights gathered
@@ -310,6 +311,6 @@ class ShardedGradients:
         self.used = set(gradients)
 
     def set_grad(self) -> None:
-        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
+        """Set `grad` of this rank's parts, which the optimizer has. Without a gradient it is None."""
         for part in parallel.local_parameters(self.model):
             part.grad = self.views[part] if part in self.used else None

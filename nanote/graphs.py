@@ -42,8 +42,8 @@ class Variant:
 class CudaGraph:
     """Replay a function on the GPU as CUDA graphs.
 
-    The function takes tensors, or tuples of tensors, as positional arguments; they are copied to the memory
-    that the graph reads. It returns a tensor or None; each call returns a new tensor.
+    The function takes tensors, or tuples of tensors, as positional arguments. They are copied to the memory
+    that the graph reads. It returns a tensor or None, and each call returns a new tensor.
 
     A capture fixes everything else: Python in the function does not run again. The shapes of the arguments,
     the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
@@ -96,7 +96,7 @@ class CudaGraph:
         return None if output is None else output.clone()
 
     def _capture(self, variant, arguments, options):
-        """Capture the function for a variant; nothing runs on the GPU yet."""
+        """Capture the function for a variant. Nothing runs on the GPU yet."""
         arguments = tree_map(torch.clone, arguments)
         kept = self.keep() if self.keep else None
         graph = torch.cuda.CUDAGraph()

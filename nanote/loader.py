@@ -32,9 +32,10 @@ class Loader:
     """Batches of micro_batch_size x seq_len tokens on each rank.
 
     The first micro-batch of a step takes micro_batch_size samples for rank 0, then as many for rank 1, and so
-    on; then comes the second micro-batch. A thread prefetches the next step. With `pack_documents` a batch
-    also says where its documents begin (cu_seqlens): each with BOS, else with the end-of-text token before
-    it, as in generation.
+    on. Then comes the second micro-batch. A thread prefetches the next step.
+
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens). As in generation, a
+    document begins with BOS, or without one with the end-of-text token before it.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):

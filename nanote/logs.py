@@ -43,14 +43,14 @@ def open_tensorboard(folder: str, first_step: int):
 
 
 class Log:
-    """Write what a run says and measures. Every rank has one; rank 0 alone writes."""
+    """Write what a run says and measures. Every rank has a Log, but rank 0 alone writes."""
 
     def __init__(self, config, loader):
         self.config = config
         self.loader = loader
         self.folder = config.out_dir
         self.is_writer = loader.ranks.rank == 0
-        self.step = loader.first_step - 1  # the last one that is done
+        self.step = loader.first_step - 1  # the last step that is done
         self.started = time.perf_counter()
         self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
@@ -215,7 +215,8 @@ class Log:
 
 
 def read_metrics(path) -> list[dict]:
-    """Read metrics.jsonl or fp8_health.jsonl, without an incomplete last line; [] if there is no file."""
+    """Return the lines of metrics.jsonl or fp8_health.jsonl, without an incomplete last one. A file that does
+    not exist has none."""
     if not Path(path).exists():
         return []
     records = []

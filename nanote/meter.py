@@ -21,7 +21,7 @@ PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100
 
 
 class Diverged(RuntimeError):
-    """Too many losses or gradient norms, or a validation loss, are not finite; the run stops."""
+    """Raised to end a run: too many losses or gradient norms, or a validation loss, are not finite."""
 
 
 class StepMeter:
@@ -116,7 +116,7 @@ class StepMeter:
         return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the model FLOP utilization; None if the FLOPs of the model or the GPU are not known, or if
+        """Return the model FLOP utilization, or None if the FLOPs of the model or the GPU are not known, or
         no step since the last record had a label."""
         peak = peak_flops(self.loader.device)
         if not peak or not self.flops_per_token or tokens_per_s == 0:
@@ -146,7 +146,7 @@ def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    """Return the device's dense BF16 peak in FLOP/s, or None if it is unknown. FP8 can exceed 100 % of it."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -60,14 +60,14 @@ def end_process(code: int) -> None:
 
 
 def torchrun_store() -> dist.Store | None:
-    """Return torchrun's key-value store; None without torchrun."""
+    """Return torchrun's key-value store, or None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def store_of_these_processes(ranks: Ranks) -> dist.Store | None:
-    """Return a part of torchrun's store that only these processes use; None without torchrun.
+    """Return a part of torchrun's store that only these processes use, or None without torchrun.
 
     When torchrun starts all processes again, its store has the addresses of those that died, and PyTorch 2.13
     may connect to them: three of eight restarts after a killed process hung. The count of restarts cannot be
@@ -99,7 +99,7 @@ def remember_folder(folder: str) -> None:
 
 
 def folder_before_restart() -> str | None:
-    """Return the folder of the run that torchrun has started again; None in a first start."""
+    """Return the folder of the run that torchrun has started again, or None in a first start."""
     common = torchrun_store()
     if common is None or not common.check(["nanote-folder"]):
         return None
@@ -166,12 +166,12 @@ def local_part(parameter) -> torch.Tensor:
 
 
 def local_parameters(model) -> list:
-    """Return this rank's parts of a model's parameters; all parameters if it is not sharded."""
+    """Return this rank's parts of a model's parameters, which are the parameters if it is not sharded."""
     return [local_part(parameter) for parameter in model.parameters()]
 
 
 def mesh_of(model) -> DeviceMesh | None:
-    """Return the device mesh of a sharded model; None if it is not sharded."""
+    """Return the device mesh of a sharded model, or None if it is not sharded."""
     parameter = next(model.parameters())
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
@@ -207,7 +207,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_first(value, group=None):
-    """Return the value of the first rank whose value is neither None nor empty; `value` if there is none.
+    """Return the value of the first rank whose value is neither None nor empty, or `value` if there is none.
     Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
@@ -253,7 +253,7 @@ def on_each_rank(function, group=None):
 
 
 class StopRequest:
-    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step; a second Ctrl-C stops at once."""
+    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step. A second Ctrl-C stops at once."""
 
     def __init__(self):
         self.is_received = False

@@ -67,7 +67,7 @@ class ShardedAdam:
         return ""
 
     def _unsupported_reason(self) -> str:
-        """Return why the optimizer cannot be sharded, as this rank sees it; "" if it can."""
+        """Return why the optimizer cannot be sharded, as this rank sees it, or "" if it can."""
         dtypes = {parameter.dtype for bucket in self.buckets for parameter in bucket.offsets}
         if len(dtypes) > 1:
             return "the parameters have several dtypes"
@@ -144,7 +144,7 @@ class ShardedAdam:
             place.copy_(bucket.buffer[start:end])
 
     def gradient_norm(self) -> torch.Tensor:
-        """Sum this rank's shard of the gradients over all ranks; return the norm of all, (). Collective."""
+        """Sum this rank's shard of the gradients over all ranks. Return the norm of all, (). Collective."""
         if self.is_summed:
             raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
         self.barrier()  # the gradients of all ranks are there

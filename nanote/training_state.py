@@ -24,7 +24,7 @@ NUMBER = ":number"  # ends the name of a number in an optimizer's state, which i
 # ---------------------------------------------------------------- names
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of parameters and buffers, without the FP8 state; tied ones once."""
+    """Return {name: tensor} of parameters and buffers, without the FP8 state. Tied ones are there once."""
     weights = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -48,7 +48,7 @@ def names_of_parameters(weights: dict[str, torch.Tensor]) -> dict[int, str]:
 
 
 def parameter_name(stored_name: str) -> str:
-    """Return "wte.weight" for "model.wte.weight" and "optimizer.wte.weight.exp_avg"; "" for other tensors."""
+    """Return "wte.weight" for "model.wte.weight" and "optimizer.wte.weight.exp_avg", "" for other state."""
     kind, _, rest = stored_name.partition(".")
     if kind == "model":
         return rest
@@ -213,7 +213,7 @@ def join_remainder(weight, remainder) -> torch.Tensor:
 
 
 def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split float32 into (BF16, int16); `join_remainder` restores it bit for bit."""
+    """Split float32 into (BF16, int16), from which `join_remainder` restores it bit for bit."""
     bits = master.contiguous().view(torch.int32)
     remainder = bits.to(torch.int16)  # the lower half, as a signed number
     upper = (bits - remainder) >> 16
