@@ -317,8 +317,9 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
         scales_meta = transfer.start_from_run(config, model, optimizer, loader.meta["tokenizer"])
     elif config.init_from:  # a folder of Hugging Face
         from tools.import_hf import read_model  # needs transformers
-        weights, architecture = read_model(Path(config.init_from), rows=config.vocab_size)
-        transfer.start_from_weights(config, model, optimizer, weights, architecture)
+        weights, source_config = read_model(Path(config.init_from), rows=config.vocab_size)
+        tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+        transfer.start_from_tensors(config, model, optimizer, tensors, source_config)
     if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):
         batch = loader.batches(loader.first_step)[0]  # which `train` reads again
         recipes.find_first_scales(model, batch.inputs, config.grad_accum * loader.ranks.count)

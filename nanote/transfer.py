@@ -24,26 +24,20 @@ def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
     folder = checkpoint.find(config.init_from)
     meta = checkpoint.read_meta(folder)
     check_tokenizer(config.data, tokenizer, meta["tokenizer"])
-    print_differences(config.init_from, vars(model.config), meta["model_config"])
     tensors = read_run(folder, weights_of(model))
-    has_same_tensors = copy_tensors(config.init_from, model, optimizer, tensors)
+    has_same_tensors = start_from_tensors(config, model, optimizer, tensors, meta["model_config"])
     return meta if has_same_tensors else {}
 
 
-def start_from_weights(config, model, optimizer, weights: dict, architecture: dict) -> None:
-    """Copy weights, read from the folder that --init-from names, to a new run's model. Collective.
-
-    weights: {name of a parameter: tensor}. architecture: the fields of their model's config.
-    """
-    print_differences(config.init_from, vars(model.config), architecture)
-    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-    copy_tensors(config.init_from, model, optimizer, tensors)
-
-
 @torch.no_grad()
-def copy_tensors(source: str, model, optimizer, tensors: dict) -> bool:
-    """Copy tensors, named as in a checkpoint, to a model and its optimizer. Print which were found, and
-    return whether source and model have the same. Collective."""
+def start_from_tensors(config, model, optimizer, tensors: dict, source_config: dict) -> bool:
+    """Copy the tensors of --init-from, named as in a checkpoint, to a new run's model. Print which were
+    found, and return whether source and model have the same. Collective.
+
+    source_config: the fields of the config of the source's model.
+    """
+    source = config.init_from
+    print_differences(source, vars(model.config), source_config)
     weights = weights_of(model)
     found = under_prefix(tensors, "model.")
     check_tensor_shapes(source, found, weights)
@@ -58,8 +52,7 @@ def copy_tensors(source: str, model, optimizer, tensors: dict) -> bool:
             stored[f"model.{name}"] = parallel.local_part(weight)  # stays as initialized
             continue
         stored[f"model.{name}"] = parallel.local_part(sharded_like(weight, found[name]))
-        if weight.dtype != torch.float32:  # the master has the source's own bits, before they are rounded
-            # load_weights prefers it
+        if weight.dtype != torch.float32:  # load_weights takes the master: the source's bits, not rounded
             stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
     load_weights(model, stored)
     load_optimizer(optimizer, model, stored)
