@@ -322,7 +322,8 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
         transfer.start_from_tensors(config, model, optimizer, tensors, source_config)
     if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):
         batch = loader.batches(loader.first_step)[0]  # which `train` reads again
-        recipes.find_first_scales(model, batch.inputs, config.grad_accum * loader.ranks.count)
+        divisor = config.grad_accum * loader.ranks.count  # not batch.divisor, infinite for a batch of prompts
+        recipes.find_first_scales(model, batch.inputs, divisor)
 
 
 # ---------------------------------------------------------------- the command
