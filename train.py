@@ -331,7 +331,7 @@ def load_init_from(config, model, optimizer, data: dict) -> dict:
         weights, source_config = read_model(folder, rows=config.vocab_size)
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         meta = {}
-    transfer.print_differences(config.init_from, vars(model.config), source_config)
+    transfer.print_differences(config.init_from, model.config, source_config)
     has_all_tensors = transfer.start_from(config.init_from, model, optimizer, tensors)
     return meta if has_all_tensors else {}
 
