@@ -1395,15 +1395,13 @@ class TransformerLayer(nn.Module):
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         attention = self.self_attention
-        groups = self.groups
-        per_group = self.heads_per_group
         qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         if self.qkv_weight_interleaved:
-            qkv = qkv.unflatten(-1, (groups, per_group + 2, self.head_size))
-            parts = qkv.split((per_group, 1, 1), dim=-2)
+            qkv = qkv.unflatten(-1, (self.groups, self.heads_per_group + 2, self.head_size))
+            parts = qkv.split((self.heads_per_group, 1, 1), dim=-2)
         else:
-            qkv = qkv.unflatten(-1, (per_group + 2, groups, self.head_size))
-            parts = qkv.split((per_group, 1, 1), dim=-3)
+            qkv = qkv.unflatten(-1, (self.heads_per_group + 2, self.groups, self.head_size))
+            parts = qkv.split((self.heads_per_group, 1, 1), dim=-3)
         q, k, v = (part.flatten(2, 3) for part in parts)  # each (B, S, heads, D), or (S, B, heads, D)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb
