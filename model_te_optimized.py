@@ -98,8 +98,8 @@ class FP8Model(nn.Module):
         return self.autocast(enabled=False)
 
     def fp8_weights_if(self, condition):
-        """Return a context for creating modules inside the caller's te.quantized_model_init(): their weights
-        are in FP8 if `condition`, else they are not."""
+        """Return a context for creating modules: what the caller's te.quantized_model_init() says of their
+        weights stays as it is if `condition`, else these are not in FP8."""
         if condition:
             return nullcontext()
         return te.quantized_model_init(enabled=False)
