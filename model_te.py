@@ -1,6 +1,6 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from `te.TransformerLayer`: the shortest of the models.
 
-Copy this file, `model_te_optimized.py` (all that is not architecture), and an engine; that file names them.
+Copy this file, `model_te_optimized.py` (all that is not architecture) and an engine, one that it names.
 
 Lesson 1 of five: what FP8 asks of a model, with a block that is one line. Next: `model_te_custom.py`.
 
@@ -50,12 +50,13 @@ class TEConfig:
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
+    # GPT-2's, which set_sizes reads; fields in model_te_advanced.py
+    n_kv_head = None  # n_head
+    head_dim = None  # n_embd / n_head
+    activation = "gelu"
+    use_rotary = False
+
     def __post_init__(self):
-        # As in GPT-2; model_te_advanced.py makes them fields
-        self.n_kv_head = None
-        self.head_dim = None
-        self.activation = "gelu"
-        self.use_rotary = False
         set_sizes(self)
 
 

@@ -1,6 +1,6 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy this file, `model_te_optimized.py` (all that is not architecture), and an engine; that file names them.
+Copy this file, `model_te_optimized.py` (all that is not architecture) and an engine, one that it names.
 
 Lesson 4 of five: the switches of Llama and Qwen3, and a kernel for attention. Next: `model_te_optimized.py`.
 

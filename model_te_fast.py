@@ -58,8 +58,12 @@ class FP8Model(nn.Module):
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
     def fp8_if(self, condition):
-        """Return a context, for a part of what `autocast` covers, that turns FP8 off unless `condition`."""
-        return nullcontext() if condition else self.autocast(enabled=False)
+        """Return a context inside that of `autocast`: FP8 stays as it is if `condition`, else it is off."""
+        if condition:
+            # Not autocast(): the scales of gradients would then be updated after the backward pass of each
+            # block, not once
+            return nullcontext()
+        return self.autocast(enabled=False)
 
     def in_fp8(self, layer):
         """Return whether the config runs this block in FP8."""
@@ -230,7 +234,7 @@ class FastGPT2Model(FP8Model):
             cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
                 once or more: CUDA graphs need a fixed length.
             is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others, which reuse its FP8 weights.
+                False for the others, which reuse its FP8 weights. None: no accumulation.
         """
         config = self.config
         batch, length = input_ids.shape
@@ -253,19 +257,18 @@ class FastGPT2Model(FP8Model):
         stream = Stream(x.flatten(0, 1))
         recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with self.autocast():
-            is_first_in_modules = is_first_microbatch
             if config.use_fp8 and self.quantizes_weights_first:
-                if is_first_microbatch is not False:  # None: without accumulation each pass is a first one
+                if is_first_microbatch is not False:
                     self.quantize_weights()
-                is_first_in_modules = False  # their weights are quantized now
+                is_first_microbatch = False  # so modules do not quantize their weights again
             for layer, block in enumerate(self.blocks):
                 with self.fp8_if(self.in_fp8(layer)):
                     if recomputes:
                         stream = te.checkpoint(
-                            block, stream, input_ids.shape, rope, cu_seqlens, is_first_in_modules)
+                            block, stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
                     else:
-                        stream = block(stream, input_ids.shape, rope, cu_seqlens, is_first_in_modules)
-            return self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
+                        stream = block(stream, input_ids.shape, rope, cu_seqlens, is_first_microbatch)
+            return self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
 
     def quantize_weights(self):
         """Quantize all weights of FP8 GEMMs in one launch."""
@@ -274,11 +277,12 @@ class FastGPT2Model(FP8Model):
             modules.append(self.lm_head)
         te.quantize_weights(modules)
 
-    def output(self, stream, labels=None, is_first_microbatch=None, shape=None, tied_gradient=None):
+    def output(self, stream, labels, is_first_microbatch, shape, tied_gradient=None):
         """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or the loss if labels are
-        given. shape: (B, S), which only logits need."""
+        given. shape: (B, S)."""
         with self.fp8_if(self.config.fp8_lm_head):
-            _, logits = fused.norm_linear(stream, self.lm_head, tied_gradient, is_first_microbatch)
+            _, logits = fused.norm_linear(
+                stream, self.lm_head, tied_gradient=tied_gradient, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits.view(*shape, -1)
         # The loss writes the gradient of the logits in FP8, as lm_head's backward pass reads it
@@ -308,18 +312,14 @@ def check_multiples(config, **multiples):
                          f"({values}); {works} works")
 
 
-def check_choices(config, **choices):
-    """Raise ValueError unless each field of the config has one of its values."""
-    for field, values in choices.items():
-        value = getattr(config, field)
-        if value not in values:
-            raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
-
-
 def set_sizes(config):
     """Set the sizes that are None. Raise ValueError for one that GEMMs, RoPE or attention do not take."""
     if config.n_kv_head is None:
         config.n_kv_head = config.n_head
+    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
+    if config.n_kv_head not in divisors:
+        raise ValueError(f"{type(config).__name__}.n_kv_head={config.n_kv_head!r}: must divide "
+                         f"n_head={config.n_head}; one of {divisors} works")
     if config.n_inner is None:
         config.n_inner = 4 * config.n_embd
         if config.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
@@ -336,8 +336,6 @@ def set_sizes(config):
         head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
     check_multiples(
         config, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
-    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
-    check_choices(config, n_kv_head=divisors)
 
 
 # ------------------------------------------------------------------------------

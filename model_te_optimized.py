@@ -90,14 +90,19 @@ class FP8Model(nn.Module):
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
     def fp8_if(self, condition):
-        """Return a context, for a part of what `autocast` covers, that turns FP8 off unless `condition`."""
-        # Not autocast(condition): with a region for each block TE updates the scales of gradients after each
-        return nullcontext() if condition else self.autocast(enabled=False)
+        """Return a context inside that of `autocast`: FP8 stays as it is if `condition`, else it is off."""
+        if condition:
+            # Not autocast(): the scales of gradients would then be updated after the backward pass of each
+            # block, not once
+            return nullcontext()
+        return self.autocast(enabled=False)
 
     def fp8_weights_if(self, condition):
-        """Return a context for creating modules; they have no FP8 weights unless `condition`, even inside the
-        caller's te.quantized_model_init()."""
-        return nullcontext() if condition else te.quantized_model_init(enabled=False)
+        """Return a context for creating modules: what the caller's te.quantized_model_init() says of their
+        weights stays as it is if `condition`, else these are not in FP8."""
+        if condition:
+            return nullcontext()
+        return te.quantized_model_init(enabled=False)
 
     def in_fp8(self, layer):
         """Return whether the config runs this block in FP8."""
@@ -121,33 +126,33 @@ class FP8Model(nn.Module):
             vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
             if hasattr(module, "mask_func"):
-                module.mask_func = te.utils.attention_mask_func
+                module.mask_func = te.utils.attention_mask_func  # a global function for TE's local one
 
     def __setstate__(self, state):  # of a copy or a pickle
         super().__setstate__(state)
         register_fp8_state(self)
 
 
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
+def run_uncompiled(forward, *args, **options):
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
+    return forward(*args, **options)
+
+
 def fp8_forward(forward):
-    """Decorate the `forward` of a model in FP8."""
+    """Decorate the `forward` of a model in FP8, so that it runs in torch.compile and torch.inference_mode."""
     @wraps(forward)
     def run(model, *args, **options):
         if torch.compiler.is_compiling():
-            # TE's delayed scaling does not trace: its pass is a break in the graph
             if ENGINE == "te" and model.config.use_fp8 and model.fp8_recipe.delayed():
                 return run_uncompiled(forward, model, *args, **options)
-        elif torch.is_inference_mode_enabled():
+            return forward(model, *args, **options)
+        if torch.is_inference_mode_enabled():
             # The pass may create FP8 state, which must be normal tensors: training changes it later
             with torch.inference_mode(False), torch.no_grad():
                 return forward(model, *args, **options)
         return forward(model, *args, **options)
     return run
-
-
-@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
-def run_uncompiled(forward, *args, **options):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
-    return forward(*args, **options)
 
 
 # ------------------------------------------------------------------------------
@@ -173,7 +178,7 @@ class OptimizedConfig:
     dropout: float = 0.0
     attn_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
-    use_pytorch_sdpa: bool = True  # if `attention` is None, which replaces it: True is sdpa, False te
+    use_pytorch_sdpa: bool = True  # the older name of attention="sdpa" (True) and "te" (False)
     use_rmsnorm: bool = False
     use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
     use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
@@ -185,7 +190,7 @@ class OptimizedConfig:
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # lm_head and wte share one weight
-    attention: str | None = None  # kernel: sdpa (PyTorch) | te (its own) | flash | auto (the fastest)
+    attention: str | None = None  # sdpa (PyTorch) | te | flash | auto (the fastest); None: use_pytorch_sdpa
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
     fp8_lm_head: bool = True  # False: lm_head runs in high precision
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
@@ -252,9 +257,11 @@ class Attention(nn.Module):
             q = apply_rope(q, *rope)
             k = apply_rope(k, *rope)
         if kv_cache is not None:
-            end = kv_cache.length + length
-            kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
-            k, v = kv_cache.kv[self.layer, :, :, :end].unbind()
+            past = kv_cache.length
+            end = past + length
+            cache = kv_cache.kv[self.layer]  # (2, B, max_len, n_kv_head, D)
+            cache[:, :, past:end] = torch.stack((k, v))
+            k, v = cache[:, :, :end]
             y = self.attend_to_cache(q, k, v)
         else:
             y = self.attend(q, k, v, cu_seqlens, mask)
@@ -264,7 +271,7 @@ class Attention(nn.Module):
         """Compute softmax(q·kᵀ / √D)·v with a causal mask.
 
         q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Packed documents: SDPA takes a mask, (B, 1, S, S)
-        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D), of which some kernels merge dimensions.
+        bool, the other kernels cu_seqlens. Returns (B, S, n_head, D) or (B, S, n_head · D).
         """
         if self.runs_sdpa(q.dtype):
             return self.sdpa(q, k, v, mask, is_causal=(mask is None))
@@ -355,7 +362,7 @@ class OptimizedGPT2Model(FP8Model):
             cu_seqlens: int32, for a packed batch: the start of each document in its B·S tokens, then B·S,
                 once or more: CUDA graphs need a fixed length.
             is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others, which reuse its FP8 weights.
+                False for the others, which reuse its FP8 weights. None: no accumulation.
             kv_cache: of `make_kv_cache`; input_ids are then the tokens that follow it.
         """
         config = self.config
@@ -443,6 +450,10 @@ def set_sizes(config):
     """Set the sizes that are None. Raise ValueError for one that GEMMs, RoPE or attention do not take."""
     if config.n_kv_head is None:
         config.n_kv_head = config.n_head
+    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
+    if config.n_kv_head not in divisors:
+        raise ValueError(f"{type(config).__name__}.n_kv_head={config.n_kv_head!r}: must divide "
+                         f"n_head={config.n_head}; one of {divisors} works")
     if config.n_inner is None:
         config.n_inner = 4 * config.n_embd
         if config.activation == "swiglu":  # it has a third weight: 8/3 n_embd gives as many parameters
@@ -459,8 +470,6 @@ def set_sizes(config):
         head_multiple = math.lcm(head_multiple, 2)  # RoPE rotates pairs
     check_multiples(
         config, vocab_size=32, n_embd=width_multiple, n_inner=gemm_multiple, head_dim=head_multiple)
-    divisors = [n for n in range(config.n_head, 0, -1) if config.n_head % n == 0]
-    check_choices(config, n_kv_head=divisors)
 
 
 # ------------------------------------------------------------------------------
@@ -486,7 +495,7 @@ def attention_kernel(config):
         oldest = 8  # major version of the GPU
         narrowest = 8  # head_dim
         widest = 256
-    else:
+    else:  # 4, or none installed
         oldest = 9
         narrowest = 24  # gradients for heads of 16 are wrong (4.0.0b36)
         widest = 256 if major == 9 else 128

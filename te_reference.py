@@ -105,12 +105,8 @@ class Recipe:
     def custom(self):
         return False
 
-    @torch.compiler.assume_constant_result
-    def _prepare_while_tracing(self, module_id, group):  # a method: see torch.compile, at the end
-        _prepare_modules(module_id, self, group)
-
     def _check(self):
-        """Raise ValueError for an argument that has no effect here. The subclasses' `__post_init__`."""
+        """Raise ValueError for an argument that is not emulated. The subclasses' `__post_init__`."""
         name = type(self).__name__
         if not isinstance(self.fp8_format, Format):
             raise ValueError(f"{name}(fp8_format={self.fp8_format!r}): use Format.HYBRID or E4M3")
@@ -239,7 +235,7 @@ def delayed_scale(amax, old_scale, fp8_max, margin=0):
 
 def current_scale(amax, fp8_max, power_of_2=False):
     """Return FP8_MAX / amax, rounded down to a power of two if `power_of_2`. An amax of zero or infinity
-    gives 1; it is never NaN, which `amax_of` ignores."""
+    gives 1. `amax` is never NaN: `amax_of` ignores it."""
     scale = _divide(fp8_max, amax)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
     if power_of_2:  # clear the mantissa
@@ -297,7 +293,8 @@ _fp8 = _Fp8State()
 
 
 class autocast:
-    """Run the TE modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there."""
+    """Run the TE modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there.
+    `_graph` has no effect."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         if calibrating:
@@ -342,7 +339,7 @@ class _ScalingState:
 
     @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
-        self.key = None  # of its region
+        self.key = None  # `_region_key` of the region that rolls it; None: not registered
         self.has_run = False
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
@@ -351,7 +348,8 @@ class _ScalingState:
         return self.__dict__ | {"key": None, "has_run": False}
 
     def register(self, forward, key, runs=True):
-        """Let the region of this key roll the state. `runs=False`: until the module runs in another one."""
+        """Let the region of this key roll the state. `runs=False` claims it only until the module runs,
+        perhaps in another region."""
         if self.key is None:
             _fp8.states[forward].append(weakref.ref(self))
         if not self.has_run:
@@ -440,25 +438,26 @@ def _scale_for(x, recipe, state, index, dtype):
     Current scaling computes it from x's amax. Delayed scaling returns the stored scale and records x's amax
     in row 0 of the history, as a maximum, since several passes can share a step.
     """
-    amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
-        return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
+        return current_scale(amax_of(x), FP8_MAX[dtype], recipe.use_power_2_scales)
     if _fp8.checkpoint_phase == "recompute":
         return _fp8.checkpoint_scales[state, index].pop(0)
     with torch.no_grad():
         slot = state.amax_history[0, index]
-        slot.copy_(torch.maximum(slot, amax))
+        slot.copy_(torch.maximum(slot, amax_of(x)))
     scale = state.scale[index].clone()  # clone: the state changes before the backward pass reads it
     if _fp8.checkpoint_phase == "forward":
         _fp8.checkpoint_scales.setdefault((state, index), []).append(scale)
     return scale
 
 
-def _fake_quantize(x, recipe, state, index, forward, measured=None):
+def _fake_quantize(x, recipe, state, index, forward, unrounded=None):
     """Quantize x with a per-tensor recipe and return it dequantized, float32. Delayed scaling has its scale
-    in `state` at `index`. `measured`: the tensor whose amax TE takes, x before it was rounded; None: x."""
+    in `state` at `index`. `unrounded`: x before it was rounded, whose amax TE takes; None: x."""
     dtype = recipe._dtype(forward)
-    scale = _scale_for(x if measured is None else measured, recipe, state, index, dtype)
+    if unrounded is None:
+        unrounded = x
+    scale = _scale_for(unrounded, recipe, state, index, dtype)
     return dequantize(quantize(x, scale, dtype), scale)
 
 
@@ -610,8 +609,7 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _early_states[self]  # made by torch.compile, see at the end
-            _early_states[self] = {}
+            meta |= _take_early_states(self)  # of torch.compile
             self._add_missing_states(recipe, meta)
         else:
             meta.pop("scaling_fwd", None)
@@ -649,8 +647,7 @@ class _Module(nn.Module):
         """Prepare the FP8 state for a forward pass and return the dtype of the activations."""
         self._parallel.check()
         if torch.compiler.is_compiling():
-            if _fp8.enabled:
-                _fp8.region.recipe._prepare_while_tracing(id(self), _fp8.region.group)
+            _begin_while_tracing(self)
         else:
             if _fp8.enabled:
                 _prepare_module(self, _fp8.region.recipe, _fp8.region.group)
@@ -687,9 +684,9 @@ class _Module(nn.Module):
             return (value,)
         return _quantize_rowwise_and_columnwise(weight, recipe, recipe._dtype(forward=True), weight=True)
 
-    def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, measured=None):
+    def _fp8_gemms(self, gemm, x, weight, dtype, is_first_microbatch, unrounded=None):
         """Compute x · weightᵀ in FP8, and its gradients: (…, in) -> (…, out), float32, not yet rounded to
-        `dtype`. `gemm` counts the module's linear layers. `measured`: see `_fake_quantize`."""
+        `dtype`. `gemm` counts the module's linear layers. `unrounded`: see `_fake_quantize`."""
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
         if not recipe.float8_per_tensor_scaling():
@@ -704,7 +701,7 @@ class _Module(nn.Module):
         # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
         forward_state = self.fp8_meta.get("scaling_fwd")
         backward_state = self.fp8_meta.get("scaling_bwd")
-        x_value = _fake_quantize(x, recipe, forward_state, 3 * gemm, forward=True, measured=measured)
+        x_value = _fake_quantize(x, recipe, forward_state, 3 * gemm, forward=True, unrounded=unrounded)
         x = _StraightThrough.apply(x, x_value, dtype)
         y = F.linear(x, w)
         if gemm == 0:
@@ -715,20 +712,19 @@ class _Module(nn.Module):
         """Let the first module of a region that has a backward pass roll all backward histories in it."""
         if not (_fp8.needs_backward_roll and y.requires_grad):
             return y
-        if _fp8.checkpoint_phase == "compiled":  # permits no assignment: each module rolls its own histories
-            state = self.fp8_meta.get("scaling_bwd")
-            return y if state is None else _RollInBackward.apply(y, state)
+        if _fp8.checkpoint_phase == "compiled":
+            return _roll_in_backward_while_tracing(self, y)
         _fp8.needs_backward_roll = False
         return _RollInBackward.apply(y, None)
 
-    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, measured=None):
+    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, unrounded=None):
         """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`."""
         if not self.use_bias or self.return_bias:
             bias = None
         # Row-parallel: the bias is added after the sum over the ranks
         gemm_bias = None if self._parallel.is_row else bias
         if _fp8.enabled:
-            y = self._fp8_gemms(gemm, x, weight, dtype, is_first_microbatch, measured)
+            y = self._fp8_gemms(gemm, x, weight, dtype, is_first_microbatch, unrounded)
             y = _add_bias_of_fp8_gemm(y, gemm_bias, dtype).to(dtype)
         else:
             y = _plain_linear(x, weight, gemm_bias, dtype)
@@ -748,10 +744,6 @@ class _Module(nn.Module):
         if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
             for gemm, weight in enumerate(self._weights()):
                 weight.fp8_owner = (weakref.ref(self), gemm)
-
-    @torch.compiler.assume_constant_result
-    def _allocate_while_tracing(self):  # a method: see torch.compile, at the end
-        _allocate_workspaces(self)
 
 
 def _check_fp8_shapes(x, weight, recipe):
@@ -833,8 +825,8 @@ class _NormModule(_Module):
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
-        gamma = torch.zeros if zero_centered_gamma else torch.ones
-        self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
+        make_gamma = torch.zeros if zero_centered_gamma else torch.ones
+        self.register_parameter(f"{prefix}weight", nn.Parameter(make_gamma(size, **factory)))
         if normalization == "LayerNorm":
             self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(size, **factory)))
         elif prefix:  # TE's fused modules always have the attribute
@@ -986,12 +978,13 @@ class LayerNormMLP(_NormModule):
             normed = self._norm(inp, dtype)
             x = self._parallel.start_input(normed, dtype)
             if _fp8.enabled:
-                activated, h = self._fp8_fc1(x, dtype, is_first_microbatch)
+                activated, fc2_input = self._fp8_fc1(x, dtype, is_first_microbatch)
             else:
                 h = _plain_linear(x, self.fc1_weight, self.fc1_bias if self.use_bias else None, dtype)
-                activated = h = ACTIVATIONS[self.activation](h)
-            y = self._last_gemm(
-                1, h, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch, measured=activated)
+                activated = ACTIVATIONS[self.activation](h)
+                fc2_input = activated
+            y = self._last_gemm(1, fc2_input, self.fc2_weight, self.fc2_bias, dtype, is_first_microbatch,
+                                unrounded=activated)
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
     def _fp8_fc1(self, x, dtype, is_first_microbatch):
@@ -1014,8 +1007,25 @@ class LayerNormMLP(_NormModule):
 
 # ---------------------------------------------------------------- attention
 
+class _Mask(NamedTuple):
+    """What a mask type does. The own key of query i is key i; if `from_the_end`, key i + keys - queries."""
+
+    is_causal: bool
+    has_padding: bool
+    from_the_end: bool
+
+
+_MASKS = {
+    "no_mask": _Mask(is_causal=False, has_padding=False, from_the_end=True),
+    "causal": _Mask(is_causal=True, has_padding=False, from_the_end=False),
+    "causal_bottom_right": _Mask(is_causal=True, has_padding=False, from_the_end=True),
+    "padding": _Mask(is_causal=False, has_padding=True, from_the_end=False),
+    "padding_causal": _Mask(is_causal=True, has_padding=True, from_the_end=False),
+}
+
+
 def _mask_type(name):
-    """Return TE's canonical name of a mask type, of which "causal,padding" is one, too."""
+    """Return TE's canonical name of a mask type: "padding_causal" for "causal,padding"."""
     name = name.replace(",", "_")
     return "padding_causal" if name == "causal_padding" else name
 
@@ -1026,7 +1036,7 @@ def _window(mask_type, window_size):
     None is all. A causal mask sets `right` to 0, with TE's warning if it was another.
     """
     left, right = (-1, -1) if window_size is None else window_size
-    is_causal = "causal" in mask_type
+    is_causal = _MASKS[mask_type].is_causal
     if (left, right) in ((-1, -1), (-1, 0)):
         return (-1, 0) if is_causal else (-1, -1)
     if left < 0 or (right < 0 and not is_causal):
@@ -1038,14 +1048,14 @@ def _window(mask_type, window_size):
     return left, right
 
 
-def _keys_in_reach(queries, keys, window, bottom_right, device):
+def _keys_in_reach(queries, keys, window, from_the_end, device):
     """Return which keys each query may attend to by its window, (queries, keys) bool. The window lies around
-    the key at the query's position, which counts from the end if `bottom_right`."""
+    the query's own key (see `_Mask`)."""
     left, right = window
-    own = torch.arange(queries, device=device)
-    if bottom_right:
-        own = own + (keys - queries)
-    distance = own[:, None] - torch.arange(keys, device=device)
+    own_key = torch.arange(queries, device=device)
+    if from_the_end:
+        own_key = own_key + (keys - queries)
+    distance = own_key[:, None] - torch.arange(keys, device=device)
     reached = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         reached &= distance <= left
@@ -1085,8 +1095,8 @@ class DotProductAttention(_Module):
     Format thd: packed sequences of any length, query (T, H, D) -> (T, H·D), with the masks padding and
     padding_causal; `cu_seqlens_q` (int32) holds the start of each, then T.
 
-    `window_size` (left, right): how many keys before and after its own a query attends to. Its own key has
-    the same position; with no_mask and causal_bottom_right counted from the end.
+    `window_size` (left, right): how many keys before and after its own a query attends to. The own key of
+    query i is key i or, with no_mask and causal_bottom_right, key i + keys - queries.
     """
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
@@ -1112,21 +1122,19 @@ class DotProductAttention(_Module):
         window = _window(mask_type, self.window_size if window_size is None else window_size)
         if qkv_format == "thd":
             return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
-        q, k, v = query_layer, key_layer, value_layer
-        if qkv_format == "sbhd":
-            q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (B, S, H, D)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, S, D)
+        order = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
+        q, k, v = (t.permute(order) for t in (query_layer, key_layer, value_layer))  # (B, H, S, D)
         queries = q.shape[2]
         keys = k.shape[2]
-        # Without padding, fewer queries than keys are the last ones, but under "causal" the first ones
-        bottom_right = mask_type in ("no_mask", "causal_bottom_right") and queries != keys
+        kind = _MASKS[mask_type]
+        from_the_end = kind.from_the_end and queries != keys
         # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
-        is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not bottom_right
+        is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not from_the_end
         is_full = mask_type == "no_mask" and window == (-1, -1)
         mask = None
         if not is_causal and not is_full:
-            mask = _keys_in_reach(queries, keys, window, bottom_right, q.device)
-        if "padding" in mask_type:
+            mask = _keys_in_reach(queries, keys, window, from_the_end, q.device)
+        if kind.has_padding:
             padding = _padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)
             is_token = ~padding[:, None]  # (B, 1, S)
             mask = mask & is_token[:, :, :, None] & is_token[:, :, None, :]
@@ -1137,14 +1145,13 @@ class DotProductAttention(_Module):
 
     @staticmethod
     def _check_masks(qkv_format, mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv):
-        masks = ("no_mask", "causal", "causal_bottom_right")
-        padding_masks = ("padding", "padding_causal")
-        supported = {"bshd": masks + padding_masks, "sbhd": masks + padding_masks, "thd": padding_masks}
-        if mask_type not in supported.get(qkv_format, ()):
+        is_known = qkv_format in ("bshd", "sbhd", "thd") and mask_type in _MASKS
+        if not is_known or (qkv_format == "thd" and not _MASKS[mask_type].has_padding):
             raise ValueError(
                 f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd "
-                f"with {', '.join(masks)}, padding and padding_causal, and thd with the last two")
-        if mask_type not in padding_masks and (attention_mask is not None or cu_seqlens_q is not None):
+                f"with {', '.join(_MASKS)}, and thd with the last two")
+        has_lengths = attention_mask is not None or cu_seqlens_q is not None
+        if has_lengths and not _MASKS[mask_type].has_padding:
             raise ValueError(f"attn_mask_type={mask_type!r} uses no attention_mask and no cu_seqlens_q; use "
                              "'padding' or 'padding_causal'")
         if qkv_format == "thd" and (cu_seqlens_q is None or attention_mask is not None):
@@ -1162,7 +1169,7 @@ class DotProductAttention(_Module):
         if window == (-1, 0):  # needs less memory than distances
             mask = mask.tril()
         elif window != (-1, -1):
-            mask &= _keys_in_reach(len(query), len(key), window, False, query.device)
+            mask &= _keys_in_reach(len(query), len(key), window, from_the_end=False, device=query.device)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))  # (1, H, T, D)
         out = self._attend(q, k, v, mask)[0]
         return out.transpose(0, 1).flatten(1)
@@ -1252,7 +1259,8 @@ def quantize_in_blocks(x, block, scale_of, dtype):
     """
     rows, columns = x.shape
     block_rows, block_columns = block
-    added_rows, added_columns = -rows % block_rows, -columns % block_columns
+    added_rows = -rows % block_rows
+    added_columns = -columns % block_columns
     padded = F.pad(x.detach().float(), (0, added_columns, 0, added_rows))
     row_blocks = padded.shape[0] // block_rows
     tiles = padded.view(row_blocks, block_rows, -1, block_columns)
@@ -1260,7 +1268,8 @@ def quantize_in_blocks(x, block, scale_of, dtype):
     scale_of_tiles = scale[:, None, :, None]
     q = quantize(tiles, scale_of_tiles, dtype)
     value = dequantize(q, scale_of_tiles)
-    q, value = q.view(padded.shape), value.view(padded.shape)
+    q = q.view(padded.shape)
+    value = value.view(padded.shape)
     return q[:rows, :columns], scale, value[:rows, :columns]
 
 
@@ -1282,22 +1291,28 @@ def mx_scale(amax, fp8_max):
 
 @contextmanager
 def _checkpoint_phase(phase, scales, region):
-    outer_phase, outer_scales = _fp8.checkpoint_phase, _fp8.checkpoint_scales
-    _fp8.checkpoint_phase, _fp8.checkpoint_scales = phase, scales
+    outer_phase = _fp8.checkpoint_phase
+    outer_scales = _fp8.checkpoint_scales
+    _fp8.checkpoint_phase = phase
+    _fp8.checkpoint_scales = scales
     try:
         with region:
             yield
     finally:
-        _fp8.checkpoint_phase, _fp8.checkpoint_scales = outer_phase, outer_scales
+        _fp8.checkpoint_phase = outer_phase
+        _fp8.checkpoint_scales = outer_scales
 
 
 def _checkpoint_contexts():
     """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
+    # The region of the recomputation rolls nothing at its end: it records no amax, so each row 0 is zero
     region = autocast(enabled=False)
     if _fp8.open:
         region = autocast(_fp8.enabled, recipe=_fp8.region.recipe)
     scales = {}
-    return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
+    forward = _checkpoint_phase("forward", scales, nullcontext())
+    recomputation = _checkpoint_phase("recompute", scales, region)
+    return forward, recomputation
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
@@ -1306,7 +1321,7 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
     The recomputation quantizes with the scales of the original forward pass and does not change the FP8
     state. Unlike TE's it is never reentrant, since torch.compile traces no reentrant one.
     """
-    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
+    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):  # without an effect
         kwargs.pop(name, None)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -1348,7 +1363,8 @@ class TransformerLayer(nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.hidden_dropout = hidden_dropout
         self.self_attn_mask_type = self_attn_mask_type
-        q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
+        q_size = num_attention_heads * self.head_size
+        kv_size = self.groups * self.head_size
         common = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
             bias=bias, init_method=init_method, params_dtype=params_dtype, device=device)
@@ -1378,26 +1394,27 @@ class TransformerLayer(nn.Module):
         """
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        attention, groups, per_group = self.self_attention, self.groups, self.heads_per_group
+        attention = self.self_attention
         qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         if self.qkv_weight_interleaved:
-            qkv = qkv.unflatten(-1, (groups, per_group + 2, self.head_size))
-            parts = qkv.split((per_group, 1, 1), dim=-2)
+            qkv = qkv.unflatten(-1, (self.groups, self.heads_per_group + 2, self.head_size))
+            parts = qkv.split((self.heads_per_group, 1, 1), dim=-2)
         else:
-            qkv = qkv.unflatten(-1, (per_group + 2, groups, self.head_size))
-            parts = qkv.split((per_group, 1, 1), dim=-3)
+            qkv = qkv.unflatten(-1, (self.heads_per_group + 2, self.groups, self.head_size))
+            parts = qkv.split((self.heads_per_group, 1, 1), dim=-3)
         q, k, v = (part.flatten(2, 3) for part in parts)  # each (B, S, heads, D), or (S, B, heads, D)
         if rotary_pos_emb is not None:
-            q_angles, k_angles = rotary_pos_emb, rotary_pos_emb
-            if isinstance(rotary_pos_emb, tuple):
-                q_angles, k_angles = rotary_pos_emb
-            q, k = self._rotate(q, q_angles), self._rotate(k, k_angles)
+            angles = rotary_pos_emb
+            q_angles, k_angles = angles if isinstance(angles, tuple) else (angles, angles)
+            q = self._rotate(q, q_angles)
+            k = self._rotate(k, k_angles)
         context = attention.core_attention(
             q, k, v, attention_mask, window_size=window_size,
             attn_mask_type=self_attn_mask_type or self.self_attn_mask_type)
-        projected = attention.proj(context, is_first_microbatch=is_first_microbatch)
-        x = self._bias_dropout_add(*projected, hidden_states)
-        return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
+        y, bias = attention.proj(context, is_first_microbatch=is_first_microbatch)
+        x = self._bias_dropout_add(y, bias, hidden_states)
+        y, bias = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+        return self._bias_dropout_add(y, bias, x)
 
     def _rotate(self, x, angles):
         """Apply RoPE to the first `angles.shape[-1]` elements of each head, pairs (x[i], x[i + half]), in
@@ -1462,13 +1479,17 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
     Here such a parameter is a plain tensor of dequantized FP8 values (exact in float32; rounded again in
     bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
     """
-    outer = (_fp8.init_recipe, _fp8.keep_init_value)
-    _fp8.init_recipe = recipe or DelayedScaling() if enabled else None
+    outer_recipe = _fp8.init_recipe
+    outer_keep = _fp8.keep_init_value
+    _fp8.init_recipe = None
+    if enabled:
+        _fp8.init_recipe = recipe or DelayedScaling()
     _fp8.keep_init_value = preserve_high_precision_init_val
     try:
         yield
     finally:
-        _fp8.init_recipe, _fp8.keep_init_value = outer
+        _fp8.init_recipe = outer_recipe
+        _fp8.keep_init_value = outer_keep
 
 
 fp8_model_init = quantized_model_init  # the deprecated name
@@ -1480,7 +1501,7 @@ def _store_in_fp8(module, gemm, weight):
     if _fp8.keep_init_value:
         value = weight.detach().cpu().clone()
         weight.get_high_precision_init_val = lambda: value
-        weight.clear_high_precision_init_val = lambda: None
+        weight.clear_high_precision_init_val = lambda: None  # TE frees the value here; this keeps it
     weight.fp8_owner = (weakref.ref(module), gemm)
     with torch.no_grad():
         weight.copy_(_fp8_parameter_value(weight, weight))
@@ -1582,7 +1603,8 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.adam_w_mode:
             grad = grad + group["weight_decay"] * w
         # float() returns the state itself unless it is bfloat16
-        m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        m = state["exp_avg"].float()
+        v = state["exp_avg_sq"].float()
         m.lerp_(grad, 1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         state["exp_avg"].copy_(m)
@@ -1709,8 +1731,8 @@ def _sum_over_ranks(x, group):
 
 # ---------------------------------------------------------------- arguments that are not emulated
 #
-# TE has them, and only TE's default is accepted. Where a constructor names one of them, as the linear modules
-# do for tensor parallelism, it is supported.
+# TE has them, and only TE's default is accepted. An argument that a constructor names itself is supported;
+# its entry here does not count. (Linear takes tp_group, so _PARALLEL's entry counts for the norms.)
 
 _ANY = object()  # instead of a default, where any value is accepted: it changes no result, in TE neither
 
@@ -1759,7 +1781,8 @@ _NOT_EMULATED = {
 #
 # A compiled graph has tensor operations only: it can neither make nor register FP8 state. So this is done
 # while torch.compile traces, by functions that it calls and does not trace. `assume_constant_result` marks
-# them; they are methods, since arguments must be constants, which a module is not.
+# them. They are methods, since arguments must be constants, which a module is not. The parts above call only
+# the functions whose names end in `while_tracing`.
 #
 # The backward pass of the first module, which rolls the histories of all, is traced before the other modules
 # are. So the states of all are made with the first one's. Until its module runs, such an early state is kept
@@ -1768,7 +1791,19 @@ _NOT_EMULATED = {
 _early_states = weakref.WeakKeyDictionary()  # every module -> {direction: _ScalingState}
 
 
-def _prepare_modules(module_id, recipe, group):
+def _take_early_states(module):
+    """Return the early states of a module that runs now, and forget them."""
+    states = _early_states[module]
+    _early_states[module] = {}
+    return states
+
+
+def _begin_while_tracing(module):
+    if _fp8.enabled:
+        _fp8.region.recipe._prepare_modules(id(module), _fp8.region.group)
+
+
+def _prepare_modules(recipe, module_id, group):
     """Prepare the module with this id, which is being traced, and with it all others. A roll changes nothing
     of those that do not run."""
     modules = {id(module): module for module in _early_states}
@@ -1793,6 +1828,9 @@ def _prepare_modules(module_id, recipe, group):
             torch._dynamo.mark_static_address(state.amax_history)
 
 
+Recipe._prepare_modules = torch.compiler.assume_constant_result(_prepare_modules)
+
+
 def _register_early(module, key):
     for direction, state in module._scaling_states().items():
         state.register(direction == "scaling_fwd", key, runs=False)
@@ -1801,7 +1839,7 @@ def _register_early(module, key):
 def _cache_while_tracing(module, gemm, value, is_first_microbatch):
     """Write the FP8 weight to the module's cache in the first micro-batch."""
     if is_first_microbatch:
-        module._allocate_while_tracing()
+        module._allocate_workspaces()
         for kept, new in zip(module._fp8_workspaces[gemm], value):
             kept.copy_(new)
 
@@ -1814,6 +1852,16 @@ def _allocate_workspaces(module):
         if gemm not in module._fp8_workspaces:
             module._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
             torch._dynamo.mark_static_address(module._fp8_workspaces[gemm])
+
+
+_Module._allocate_workspaces = torch.compiler.assume_constant_result(_allocate_workspaces)
+
+
+def _roll_in_backward_while_tracing(module, y):
+    """Let a module in a checkpoint roll its own histories in its backward pass: the function of a checkpoint
+    may not assign to `_fp8`, so no module can be the one that rolls all."""
+    state = module.fp8_meta.get("scaling_bwd")
+    return y if state is None else _RollInBackward.apply(y, state)
 
 
 def _checkpoint_while_tracing(function, *args, **kwargs):

@@ -147,5 +147,8 @@ for step in range(1, options.steps + 1):
         print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  {speed:,.0f} tokens/s  "
               f"validation {validation_loss():.4f}", flush=True)
 
-# plain tensors, the FP8 scales included: model.load_state_dict(torch.load(out, weights_only=True)["model"])
+# Plain tensors, the FP8 scales included. To read them:
+#     state = torch.load("minimal.pt", weights_only=True)
+#     model = OptimizedGPT2Model(OptimizedConfig(**state["config"]))
+#     model.load_state_dict(state["model"])
 torch.save({"model": model.state_dict(), "config": vars(config)}, options.out)

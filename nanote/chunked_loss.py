@@ -5,6 +5,7 @@ chunk's forward pass is followed by its backward pass, inside the forward pass o
 is computed twice. The gradients are kept until the backward pass of the model.
 """
 import contextlib
+import math
 from functools import partial
 
 import torch
@@ -27,8 +28,8 @@ def chunk_loss(model, chunks) -> None:
 def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=None, *others):
     """Return output(model, x, labels, …): logits, or the loss, computed in chunks.
 
-    others: shape and tied_gradient of model_te_fast. A loss needs no shape, and without tied_gradient
-    autograd adds the two gradients of a tied weight.
+    others: shape and tied_gradient of model_te_fast. Without tied_gradient autograd adds the two gradients of
+    a tied weight.
     """
     if labels is None:
         return output(model, x, labels, is_first_microbatch, *others)
@@ -36,15 +37,17 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     hidden = x.value() if is_stream else x.flatten(0, 1)  # (tokens, n_embd)
     labels = labels.flatten()
     label_count = (labels != -100).sum().clamp(min=1)
-    rows = (len(hidden) + chunks - 1) // chunks
+    rows = math.ceil(len(hidden) / chunks)
     rows = round_up(rows, 32)  # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
     chunk_pairs = zip(hidden.split(rows), labels.split(rows))
 
     def loss_share(chunk, chunk_labels, is_first):
         """Return what a chunk adds to the mean loss over all labels."""
-        chunk_x = type(x)(chunk) if is_stream else chunk[None]
         share = (chunk_labels != -100).sum() / label_count
-        return output(model, chunk_x, chunk_labels[None], is_first) * share
+        chunk_labels = chunk_labels[None]  # (1, rows)
+        if is_stream:
+            return output(model, type(x)(chunk), chunk_labels, is_first, chunk_labels.shape) * share
+        return output(model, chunk[None], chunk_labels, is_first) * share
 
     if torch.is_grad_enabled():
         is_first = is_first_microbatch is not False

@@ -37,7 +37,7 @@ def start_from_tensors(config, model, optimizer, tensors: dict, source_config: d
     source_config: the fields of the config of the source's model.
     """
     source = config.init_from
-    print_differences(source, vars(model.config), source_config)
+    print_differences(source, model.config, source_config)
     weights = weights_of(model)
     found = under_prefix(tensors, "model.")
     check_tensor_shapes(source, found, weights)
@@ -114,14 +114,15 @@ def check_same_ids(source: str, data: str) -> None:
                          f"with {ours.name}; make the data with data.py --tokenizer hf:{source}")
 
 
-def print_differences(source: str, ours: dict, theirs: dict) -> None:
+def print_differences(source: str, config, theirs: dict) -> None:
     """Print the fields of two model configs in which tensors of equal shapes compute something else."""
     if parallel.rank() != 0:
         return
     for name in ("n_head", "n_kv_head", "head_dim", "activation", "use_rmsnorm", "use_qk_norm", "use_rotary",
                  "rope_theta", "layernorm_epsilon"):
-        if name in ours and name in theirs and ours[name] != theirs[name]:
-            print(f"--init-from {source}: {name} is {theirs[name]} there and {ours[name]} in the model")
+        if hasattr(config, name) and name in theirs and getattr(config, name) != theirs[name]:
+            print(f"--init-from {source}: {name} is {theirs[name]} there and {getattr(config, name)} in the "
+                  "model")
 
 
 def shortened(names) -> str:

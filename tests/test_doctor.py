@@ -249,12 +249,12 @@ SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).ite
 PACKED_CALL = "self.qkv(x, is_first_microbatch=is_first_microbatch)\n"
 SEPARATE_CALL = "torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)\n"
 OUTPUT = """\
-            return self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
+            return self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
 """
 TWO_USES = """\
-            loss = self.output(stream, labels, is_first_in_modules, input_ids.shape, tied_gradient)
+            loss = self.output(stream, labels, is_first_microbatch, input_ids.shape, tied_gradient)
             return loss if labels is None else loss + 0.5 * self.output(
-                stream, labels.roll(-1, 1), is_first_in_modules, input_ids.shape, {})
+                stream, labels.roll(-1, 1), is_first_microbatch, input_ids.shape, {})
 """
 
 

@@ -250,10 +250,10 @@ class TwoPredictions(FastGPT2Model):
 
     lists = True, True
 
-    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_gradient=None):
+    def output(self, stream, labels, is_first_microbatch, shape, tied_gradient=None):
         some = [tied_gradient if is_passed else None for is_passed in self.lists]
-        loss = super().output(stream, labels, is_first_microbatch, size, some[0])
-        return loss + 0.5 * super().output(stream, labels.roll(-1, 1), is_first_microbatch, size, some[1])
+        loss = super().output(stream, labels, is_first_microbatch, shape, some[0])
+        return loss + 0.5 * super().output(stream, labels.roll(-1, 1), is_first_microbatch, shape, some[1])
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def test_a_model_generates_in_inference_mode_and_trains_on():
 
 @pytest.mark.parametrize("fields, words", [
     (dict(n_embd=100, n_head=12), ("n_embd", "100", "multiple of 12 (n_head=12", "108 works")),
-    (dict(n_head=12, n_kv_head=5), ("n_kv_head", "5", "one of [12, 6, 4, 3, 2, 1]")),
+    (dict(n_head=12, n_kv_head=5), ("n_kv_head", "5", "n_head=12", "one of [12, 6, 4, 3, 2, 1] works")),
     (dict(n_embd=60, n_head=4, use_rotary=True), ("head_dim", "15", "multiple of 2", "16 works")),
     (dict(n_head=4, n_kv_head=1, head_dim=24, use_fp8=True), ("head_dim", "24", "use_fp8=True", "32 works")),
     (dict(activation="relu6"), ("activation", "relu6", "gelu")),
