@@ -220,7 +220,7 @@ class _KernelArguments:
     """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
     tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
 
-    pointers: torch.Tensor  # (parameters, COLUMNS) int64; a row of zeros skip a parameter without a gradient
+    pointers: torch.Tensor  # (parameters, COLUMNS) int64; a row of zeros skips a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     settings: torch.Tensor  # (4,) float64, see `_adam`
@@ -365,9 +365,9 @@ class FastAdam(torch.optim.Optimizer):
             scale = torch.ones((), device=arguments.lr.device) if grad_scale is None else grad_scale
             with torch.cuda.device_of(arguments.lr):
                 _adam[(len(arguments.chunks),)](
-                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale, arguments.settings,
-                    self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
-                    TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
+                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale,
+                    arguments.settings, self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
+                    self.master, TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
         return loss
 
     # ------------------------------------------------------------ the kernels' arguments
@@ -444,9 +444,9 @@ class FastAdam(torch.optim.Optimizer):
     # ------------------------------------------------------------ an update that several optimizers divide
 
     def set_slices(self, slices, addends, copy_distances):
-        """Update only a slice of each parameter from now on. Several optimizers then divide an update: each
-        adds the others' gradients to its own, and writes the new weights to all. Only the state of the slices
-        is then up to date.
+        """Update only a slice of each parameter from now on. Several optimizers can then divide an update:
+        each adds the others' gradients to its own, and writes the new weights to all. Only the state of the
+        slices is then up to date.
 
         Call `reduce_and_sum_squares` once before each `step`: it adds the addends to the gradients, in place.
 
