@@ -61,16 +61,6 @@ class GradientScaling(NamedTuple):
         update_scales(self.state, *self.update_arguments)
 
 
-class ForwardScaling(NamedTuple):
-    """How the inputs and weights of a module's GEMMs are quantized."""
-
-    scale: torch.Tensor  # a copy; see `read_scales`
-    amax_history: torch.Tensor
-
-    def quantization(self, slot):
-        return Quantization(self.scale[slot:slot + 1], self.amax_history[0, slot:slot + 1], FORWARD_FP8)
-
-
 def run(module, x, region, is_training, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe = region.recipe
@@ -80,56 +70,59 @@ def run(module, x, region, is_training, is_first_microbatch):
     for name in module.weight_names:
         module.check_dtype(getattr(module, name), x)
     state = module.fp8_meta["scaling_fwd"]
-    gradient_state = module.fp8_meta["scaling_bwd"]
+    scale = read_scales(state.scale)
+
+    def quantization(slot):
+        return Quantization(scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8)
+
     maxima = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
     update_options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
-    scaling = ForwardScaling(read_scales(state.scale), state.amax_history)
     gradient_scaling = GradientScaling(
-        gradient_state, gradient_dtype(recipe.fp8_format), (maxima.max_bwd, *update_options))
+        module.fp8_meta["scaling_bwd"], gradient_dtype(recipe.fp8_format), (maxima.max_bwd, *update_options))
     run_gemms = _run_linear if len(module.weight_names) == 1 else _run_mlp
-    y = run_gemms(module, x.contiguous(), scaling, gradient_scaling, is_first_microbatch)
+    y = run_gemms(module, x.contiguous(), quantization, gradient_scaling, is_first_microbatch)
     if is_training:
         update_scales(state, maxima.max_fwd, *update_options)
     return y
 
 
-def _run_linear(module, x, scaling, gradient_scaling, is_first_microbatch):
-    """Run a Linear or a LayerNormLinear."""
+def _run_linear(module, x, quantization, gradient_scaling, is_first_microbatch):
+    """Run a Linear or a LayerNormLinear. quantization: slot -> how its tensor is quantized."""
     norm_weight = getattr(module, "layer_norm_weight", None)  # None: a Linear
     norm_bias = getattr(module, "layer_norm_bias", None)
     with torch.no_grad():
         if norm_weight is None:
             mean = rstd = None
-            fp8_x, _ = casts.cast(x.detach(), scaling.quantization(INPUT))
+            fp8_x, _ = casts.cast(x.detach(), quantization(INPUT))
         else:
-            fp8_x, mean, rstd = _norm(module, x, scaling)
-        fp8_weight = module.quantized_weight(0, scaling.quantization(WEIGHT), is_first_microbatch)
+            fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
+        fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
     return _Linear.apply(
         x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, fp8_x, fp8_weight,
         gradient_scaling)
 
 
-def _run_mlp(module, x, scaling, gradient_scaling, is_first_microbatch):
-    """Run a LayerNormMLP."""
+def _run_mlp(module, x, quantization, gradient_scaling, is_first_microbatch):
+    """Run a LayerNormMLP. Arguments as of `_run_linear`."""
     with torch.no_grad():
-        fp8_x, mean, rstd = _norm(module, x, scaling)
-        fp8_fc1 = module.quantized_weight(0, scaling.quantization(WEIGHT), is_first_microbatch)
+        fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
+        fp8_fc1 = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
         hidden = forward_gemm(fp8_x, fp8_fc1)
         fp8_act = casts.activate(
-            module.activation, hidden, _detach(module.fc1_bias), scaling.quantization(FC2_INPUT))
-        fp8_fc2 = module.quantized_weight(1, scaling.quantization(FC2_WEIGHT), is_first_microbatch)
+            module.activation, hidden, _detach(module.fc1_bias), quantization(FC2_INPUT))
+        fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
     return _MLP.apply(
         x, module.layer_norm_weight, module.layer_norm_bias, module.fc1_weight, module.fc1_bias,
         module.fc2_weight, module.fc2_bias, mean, rstd, fp8_x, fp8_fc1, module.activation, hidden, fp8_act,
         fp8_fc2, gradient_scaling)
 
 
-def _norm(module, x, scaling):
+def _norm(module, x, quantization):
     """Return the module's norm of x in FP8, and its mean (None for RMSNorm) and rstd."""
     _, fp8_x, mean, rstd = casts.norm(
         x.detach(), None, None, module.layer_norm_weight.detach(), _detach(module.layer_norm_bias),
-        module.eps, scaling.quantization(INPUT))
+        module.eps, quantization)
     return fp8_x, mean, rstd
 
 
