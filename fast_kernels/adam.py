@@ -34,7 +34,7 @@ EXP_AVG_SQ = tl.constexpr(3)
 MASTER_WEIGHT = tl.constexpr(4)
 SIZE = tl.constexpr(5)
 ADDEND = tl.constexpr(6)  # the first one of the gradient; 0 without addends
-COLUMNS = tl.constexpr(7)
+ROW_SIZE = tl.constexpr(7)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     """Update one chunk of one parameter, and write its weights to COPIES other places, too.
 
     Args:
-        pointers: (parameters, COLUMNS) int64.
+        pointers: (parameters, ROW_SIZE) int64.
         chunks: (programs, 2) int32: row of `pointers`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
@@ -104,7 +104,7 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
-    row = pointers + COLUMNS * tl.load(chunks + 2 * program)
+    row = pointers + ROW_SIZE * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
@@ -179,7 +179,7 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, ADDEND
     """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. First
     add ADDENDS to the gradients, in place; these are `stride` bytes apart."""
     program = tl.program_id(0)
-    row = pointers + COLUMNS * tl.load(chunks + 2 * program)
+    row = pointers + ROW_SIZE * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient = _pointer(row + GRADIENT, gradient_type)
     size = tl.load(row + SIZE)
@@ -220,7 +220,7 @@ class _KernelArguments:
     """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
     tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
 
-    pointers: torch.Tensor  # (parameters, COLUMNS) int64; a row of zeros skips a parameter without a gradient
+    pointers: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips one without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     settings: torch.Tensor  # (4,) float64, see `_adam`
@@ -292,7 +292,7 @@ class FastAdam(torch.optim.Optimizer):
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.kernel_arguments.append(_KernelArguments(
-            pointers=torch.zeros(len(parameters), COLUMNS.value, dtype=torch.int64, device=device),
+            pointers=torch.zeros(len(parameters), ROW_SIZE.value, dtype=torch.int64, device=device),
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
             settings=torch.zeros(4, dtype=torch.float64, device=device)))
@@ -385,7 +385,7 @@ class FastAdam(torch.optim.Optimizer):
             if addresses != arguments.addresses:
                 self._refuse_while_capturing()
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
-                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS.value))
+                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, ROW_SIZE.value))
                 arguments.addresses = addresses
 
     @torch.no_grad()
@@ -420,7 +420,7 @@ class FastAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         updated = self._slice(parameter)
         if gradient is None or updated.size == 0:
-            return [0] * COLUMNS.value
+            return [0] * ROW_SIZE.value
         master = state.get("master_param", parameter)  # without one, not read
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
         addresses = [tensor.data_ptr() + updated.first * tensor.element_size() for tensor in tensors]
