@@ -26,6 +26,16 @@ LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
+# Columns of the kernels' `pointers`: addresses, but for SIZE, the number of elements
+WEIGHT = tl.constexpr(0)
+GRADIENT = tl.constexpr(1)
+EXP_AVG = tl.constexpr(2)
+EXP_AVG_SQ = tl.constexpr(3)
+MASTER_WEIGHT = tl.constexpr(4)
+SIZE = tl.constexpr(5)
+ADDEND = tl.constexpr(6)  # the first one of the gradient; 0 without addends
+ROW_SIZE = tl.constexpr(7)
+
 
 @torch.no_grad()
 def adam_reference(weight, gradient, exp_avg, exp_avg_sq, master_param=None, *, step, lr, betas, eps,
@@ -86,8 +96,7 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     """Update one chunk of one parameter, and write its weights to COPIES other places, too.
 
     Args:
-        pointers: (parameters, 7) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
-            the number of elements, and the address of the gradient's first addend (0 without addends).
+        pointers: (parameters, ROW_SIZE) int64.
         chunks: (programs, 2) int32: row of `pointers`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
@@ -95,7 +104,7 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
-    row = pointers + 7 * tl.load(chunks + 2 * program)
+    row = pointers + ROW_SIZE * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
@@ -106,13 +115,13 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     eps = tl.load(settings + 2).to(tl.float32)
     weight_decay = tl.load(settings + 3).to(tl.float32)
     numbers = (correction1, correction2, learning_rate, scale, beta1, beta2, eps, weight_decay)
-    # a scale that is not finite skips the step: no elements
-    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
-    weight = _pointer(row, tl.int16 if master == "remainder" else weight_type)
-    gradient = _pointer(row + 1, gradient_type)
-    exp_avg = _pointer(row + 2, moment_type)
-    exp_avg_sq = _pointer(row + 3, moment_type)
-    master_weight = _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32)
+    # a grad_scale that is not finite skips the step: no elements
+    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + SIZE), 0)
+    weight = _pointer(row + WEIGHT, tl.int16 if master == "remainder" else weight_type)
+    gradient = _pointer(row + GRADIENT, gradient_type)
+    exp_avg = _pointer(row + EXP_AVG, moment_type)
+    exp_avg_sq = _pointer(row + EXP_AVG_SQ, moment_type)
+    master_weight = _pointer(row + MASTER_WEIGHT, tl.int16 if master == "remainder" else tl.float32)
     tensors = (weight, gradient, exp_avg, exp_avg_sq, master_weight)
     if start + CHUNK <= size:  # without a mask, which would prevent 16-byte loads and stores
         for block in range(CHUNK // BLOCK):
@@ -170,11 +179,11 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, ADDEND
     """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. First
     add ADDENDS to the gradients, in place; these are `stride` bytes apart."""
     program = tl.program_id(0)
-    row = pointers + 7 * tl.load(chunks + 2 * program)
+    row = pointers + ROW_SIZE * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    gradient = _pointer(row + 1, gradient_type)
-    size = tl.load(row + 5)
-    addend = tl.load(row + 6)
+    gradient = _pointer(row + GRADIENT, gradient_type)
+    size = tl.load(row + SIZE)
+    addend = tl.load(row + ADDEND)
     if start + CHUNK <= size:  # as in `_adam`
         squares = _sum_of_squares(gradient, addend, stride, start, None, ADDENDS, CHUNK, BLOCK)
     else:
@@ -211,12 +220,12 @@ class _KernelArguments:
     """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
     tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
 
-    pointers: torch.Tensor  # (parameters, 7) int64, see `_adam`; zeros skip a parameter without a gradient
+    pointers: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips one without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
-    options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
+    settings: torch.Tensor  # (4,) float64, see `_adam`
     addresses: list | None = None  # of the tensors for which `pointers` was made
-    values: list | None = None  # host copy of `options`
+    host_settings: list | None = None  # host copy of `settings`
 
 
 @dataclass(frozen=True)
@@ -283,10 +292,10 @@ class FastAdam(torch.optim.Optimizer):
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.kernel_arguments.append(_KernelArguments(
-            pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
+            pointers=torch.zeros(len(parameters), ROW_SIZE.value, dtype=torch.int64, device=device),
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
-            options=torch.zeros(4, dtype=torch.float64, device=device)))
+            settings=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -351,13 +360,14 @@ class FastAdam(torch.optim.Optimizer):
             group["step"] += counted_steps
             if not len(arguments.chunks):
                 continue
-            corrections = (1 - arguments.options[:2] ** group["step"]).float()
+            betas = arguments.settings[:2]
+            corrections = (1 - betas ** group["step"]).float()
             scale = torch.ones((), device=arguments.lr.device) if grad_scale is None else grad_scale
             with torch.cuda.device_of(arguments.lr):
                 _adam[(len(arguments.chunks),)](
-                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale, arguments.options,
-                    self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
-                    TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
+                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale,
+                    arguments.settings, self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
+                    self.master, TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
         return loss
 
     # ------------------------------------------------------------ the kernels' arguments
@@ -375,7 +385,7 @@ class FastAdam(torch.optim.Optimizer):
             if addresses != arguments.addresses:
                 self._refuse_while_capturing()
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
-                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
+                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, ROW_SIZE.value))
                 arguments.addresses = addresses
 
     @torch.no_grad()
@@ -384,14 +394,14 @@ class FastAdam(torch.optim.Optimizer):
         for group, arguments in zip(self.param_groups, self.kernel_arguments):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             is_new_lr = group["lr"] is not arguments.lr  # a number, or a tensor that no captured graph reads
-            if not is_new_lr and values == arguments.values:
+            if not is_new_lr and values == arguments.host_settings:
                 continue
             self._refuse_while_capturing()
             _check_betas(group["betas"], self.moment_dtype)
             if is_new_lr:
                 group["lr"] = arguments.lr.fill_(float(group["lr"]))
-            arguments.options.copy_(torch.tensor(values, dtype=torch.float64))
-            arguments.values = values
+            arguments.settings.copy_(torch.tensor(values, dtype=torch.float64))
+            arguments.host_settings = values
 
     def _find_gradient_dtype(self):
         types = set()
@@ -410,7 +420,7 @@ class FastAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         updated = self._slice(parameter)
         if gradient is None or updated.size == 0:
-            return [0] * 7
+            return [0] * ROW_SIZE.value
         master = state.get("master_param", parameter)  # without one, not read
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
         addresses = [tensor.data_ptr() + updated.first * tensor.element_size() for tensor in tensors]
@@ -434,8 +444,9 @@ class FastAdam(torch.optim.Optimizer):
     # ------------------------------------------------------------ an update that several optimizers divide
 
     def set_slices(self, slices, addends, copy_distances):
-        """From now on update a slice of each parameter, whose gradient is a sum, and write it to several
-        places. So several optimizers can divide an update. Only the state of the slices is then up to date.
+        """Update only a slice of each parameter from now on. Several optimizers can then divide an update:
+        each adds the others' gradients to its own, and writes the new weights to all. Only the state of the
+        slices is then up to date.
 
         Call `reduce_and_sum_squares` once before each `step`: it adds the addends to the gradients, in place.
 

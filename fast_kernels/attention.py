@@ -7,6 +7,8 @@ FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; n
 - After a `split`, autograd concatenates the gradients of q, k and v. Here all kernels read slices of qkv, and
   FlashAttention 4 writes dq, dk and dv into slices of one gradient: nothing is copied. PyTorch's kernels
   allocate them, which costs one copy.
+  `attention` takes q, k and v apart and allocates their gradients, one tensor under torch.compile only;
+  `sdpa` is PyTorch's, differentiated by autograd.
 - QK-norm and RoPE are one Triton kernel forward and one, in place, backward, which compute in float32.
 - The kernels here are deterministic; FlashAttention's backward is under `torch.use_deterministic_algorithms`.
 
@@ -67,9 +69,10 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         rope: (cos, sin) float32, (S, D/2) or (S, 1, D/2), or with one angle per token (B, S, 1, D/2). Rotates
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
-        cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S, repeated as
-            needed. A token attends to its own document only, which has at most S tokens and may cross rows.
-            Not checked, which would need a host synchronization. None: each sequence is one document.
+        cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S, once or
+            more: CUDA graphs need a fixed length. A token attends to its own document only, which has at
+            most S tokens and may cross rows; not checked, which would need a host synchronization. None: each
+            sequence is one document.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
     """
     batch, length = qkv.shape[:2]
@@ -216,7 +219,7 @@ def _pick_kernel(q, cu_seqlens, window):
     """Return the first of these that supports the inputs, the fastest first:
 
     - "fa4": FlashAttention 4, where it is installed; see `_fa4_supports`
-    - "cudnn": on Hopper and Blackwell, heads of at most 128, without documents and window, nondeterministic
+    - "cudnn": on Hopper and Blackwell, nondeterministic; see `_cudnn_supports`
     - "flash": FlashAttention 2 in PyTorch, from Ampere on
     - "sdpa": everything else, such as float32 and the CPU
     """
@@ -227,7 +230,7 @@ def _pick_kernel(q, cu_seqlens, window):
     major, _ = torch.cuda.get_device_capability()
     if _fa4_supports(head_dim, major):
         return "fa4"
-    if _cudnn_supports(length, head_dim, major) and cu_seqlens is None and window is None:
+    if _cudnn_supports(length, head_dim, cu_seqlens, window, major):
         return "cudnn"
     return "flash" if major >= 8 else "sdpa"
 
@@ -241,7 +244,9 @@ def _fa4_supports(head_dim, major):
     return major == 9 or (major in (10, 11, 12) and head_dim <= 128)
 
 
-def _cudnn_supports(length, head_dim, major):
+def _cudnn_supports(length, head_dim, cu_seqlens, window, major):
+    if cu_seqlens is not None or window is not None:
+        return False
     is_enabled = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     if not is_enabled or torch.are_deterministic_algorithms_enabled():
         return False

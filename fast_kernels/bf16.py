@@ -1,10 +1,10 @@
 """Norm and activation of a GPT without FP8: the kernels of casts.py with BF16 outputs, and autograd.
 
 `add_norm` adds a branch and its bias to the residual and normalizes the sum; `activate` adds a bias and
-applies an activation. Each is one kernel, and its backward pass sums the gradient of the bias, too. PyTorch
-takes a kernel for every step, each of which reads and writes memory again.
+applies an activation. Each is one kernel forward and, with the sum that gives the bias's gradient, two
+backward. PyTorch runs a kernel for each of these steps, which reads and writes memory again.
 
-Where the kernels do not run, in other dtypes and sizes or on another GPU, both are PyTorch's operations.
+On another GPU, and in other dtypes and sizes, both are PyTorch's operations (`…_reference`).
 """
 
 import torch
@@ -17,12 +17,16 @@ from fast_kernels.library import is_supported_device, operation
 def add_norm(x, branch, branch_bias, weight, bias, eps):
     """Return residual = x + branch + branch_bias and its norm, both (N, C). For the arguments see
     `casts.norm`."""
-    if not _runs_kernels(x, branch, branch_bias, weight, bias) or x.shape[1] > casts.MAX_WIDTH:
+    is_too_wide = x.shape[1] > casts.MAX_WIDTH
+    if is_too_wide or not _runs_kernels(x, branch, branch_bias, weight, bias):
         return add_norm_reference(x, branch, branch_bias, weight, bias, eps)
     x = x.contiguous()
-    branch = None if branch is None else branch.contiguous()
+    if branch is not None:
+        branch = branch.contiguous()
     residual, y, _, _ = _add_norm(x, branch, branch_bias, weight, bias, eps)
-    return x if branch is None else residual, y
+    if branch is None:
+        residual = x  # which an operation must not return
+    return residual, y
 
 
 def add_norm_reference(x, branch, branch_bias, weight, bias, eps):
@@ -50,12 +54,13 @@ def activate_reference(activation, x, bias):
 
 
 def _runs_kernels(x, *others):
-    """Return whether the kernels take x (N, C) and the other tensors, or None."""
+    """Return whether the kernels take x (N, C) and the other tensors (None is skipped)."""
     if not is_supported_device(x):
         return False
-    has_fitting_sizes = x.shape[0] > 0 and x.shape[0] % 16 == 0 and x.shape[1] % 32 == 0
-    tensors = [x, *(tensor for tensor in others if tensor is not None)]
-    return has_fitting_sizes and all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    rows, columns = x.shape
+    if rows == 0 or rows % 16 or columns % 32:  # 32: a gated activation has two halves
+        return False
+    return all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in (x, *others))
 
 
 def _setup_add_norm(ctx, inputs, output):
@@ -68,28 +73,38 @@ def _setup_add_norm(ctx, inputs, output):
 
 
 def _differentiate_add_norm(ctx, dresidual, dy, dmean, drstd):
+    """Return the gradients of `_add_norm`'s arguments. dresidual, dy: None if that output was not used."""
     *inputs, residual, mean, rstd = ctx.saved_tensors
     x, branch, _, weight, bias = inputs
+    *needs, _ = ctx.needs_input_grad  # without eps
+    _, needs_branch, needs_branch_bias, _, _ = needs
     if torch.is_grad_enabled():  # create_graph=True
         outputs = add_norm_reference(*inputs, ctx.eps)
-        return *_gradients(ctx, outputs, inputs, (dresidual, dy)), None
-    _, needs_branch, needs_branch_bias, *_ = ctx.needs_input_grad
-    if dy is None:  # only the sum was used
+        gradients = _gradients_in_pytorch(outputs, (dresidual, dy), inputs, needs)
+        return *gradients, None
+    if dy is None:
+        # twice the same tensor: autograd does not write to what a backward function returns
+        dbranch = dresidual if needs_branch else None
         dbranch_bias = dresidual.sum(0) if needs_branch_bias else None
-        return dresidual, dresidual if needs_branch else None, dbranch_bias, None, None, None
+        return dresidual, dbranch, dbranch_bias, None, None, None
+    if branch is None:
+        residual = x
+    if bias is None:
+        mean = None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
-    dx, _, dbranch_bias, dweight, dbias = casts.norm_backward(
-        dy.contiguous(), x if branch is None else residual, None if bias is None else mean, rstd, weight,
-        dresidual, with_dbranch_bias=needs_branch_bias)
-    return dx, dx if needs_branch else None, dbranch_bias, dweight, dbias, None
+    norm = casts.norm_backward(
+        dy.contiguous(), residual, mean, rstd, weight, dresidual, with_dbranch_bias=needs_branch_bias)
+    dbranch = norm.dx if needs_branch else None
+    return norm.dx, dbranch, norm.dbranch_bias, norm.dweight, norm.dbias, None
 
 
 @operation(
     "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps) "
     "-> (Tensor residual, Tensor y, Tensor mean, Tensor rstd)", _setup_add_norm, _differentiate_add_norm)
 def _add_norm(x, branch, branch_bias, weight, bias, eps):
-    """Return the residual, (0,) without a branch, its norm, and mean, (0,) for RMSNorm, and rstd, (N,)."""
+    """`add_norm` as an operation. residual is (0,) without a branch; mean and rstd are (N,), mean of RMSNorm
+    (0,)."""
     residual, y, mean, rstd = casts.norm_bf16(x, branch, branch_bias, weight, bias, eps)
     if branch is None:
         residual = x.new_empty(0)
@@ -106,24 +121,26 @@ def _setup_activate(ctx, inputs, output):
 def _differentiate_activate(ctx, dy):
     x, bias = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        outputs = activate_reference(ctx.activation, x, bias),
-        return None, *_gradients(ctx, outputs, (x, bias), (dy,), first=1)
+        y = activate_reference(ctx.activation, x, bias)
+        _, *needs = ctx.needs_input_grad
+        gradients = _gradients_in_pytorch([y], [dy], [x, bias], needs)
+        return None, *gradients
     dx, dbias = casts.activate_backward_bf16(ctx.activation, dy.contiguous(), x, bias)
     return None, dx, dbias
 
 
 @operation("(str activation, Tensor x, Tensor? bias) -> Tensor", _setup_activate, _differentiate_activate)
 def _activate_bf16(activation, x, bias):
+    """`activate` as an operation."""
     return casts.activate_bf16(activation, x, bias)
 
 
-def _gradients(ctx, outputs, inputs, output_gradients, first=0):
-    """Return PyTorch's gradients of the inputs, which can be differentiated again; None for one that is not
-    needed. The inputs are arguments of the function from the `first` on."""
+def _gradients_in_pytorch(outputs, output_gradients, inputs, needs):
+    """Return the gradients of the inputs, which can be differentiated again. output_gradients: None for an
+    output that was not used. needs: whether each input needs a gradient; else None is returned for it."""
     used = [(output, dy) for output, dy in zip(outputs, output_gradients) if dy is not None]
-    outputs, output_gradients = zip(*used)
-    needed = [tensor for tensor, is_needed in zip(inputs, ctx.needs_input_grad[first:]) if is_needed]
+    used_outputs, used_gradients = zip(*used)
+    needed = [tensor for tensor, is_needed in zip(inputs, needs) if is_needed]
     gradients = iter(torch.autograd.grad(
-        outputs, needed, output_gradients, create_graph=True, allow_unused=True))
-    are_needed = ctx.needs_input_grad[first:first + len(inputs)]
-    return [next(gradients) if is_needed else None for is_needed in are_needed]
+        used_outputs, needed, used_gradients, create_graph=True, allow_unused=True))
+    return [next(gradients) if is_needed else None for is_needed in needs]

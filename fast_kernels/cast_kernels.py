@@ -66,7 +66,8 @@ def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
     a = tl.load(pointer, mask=mask, other=other)
     b = tl.load(pointer + stride, mask=mask, other=other)
     c = tl.load(pointer + 2 * stride, mask=mask, other=other)
-    return a, b, c, tl.load(pointer + 3 * stride, mask=mask, other=other)
+    d = tl.load(pointer + 3 * stride, mask=mask, other=other)
+    return a, b, c, d
 
 
 @triton.jit
@@ -85,7 +86,8 @@ def tile_offsets(first_row, first_column, D, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def tile_mask(first_row, first_column, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return which of these elements, and which columns, are in the matrix (N, D)."""
+    """Return which of these elements, and which columns, are in the matrix (N, D): all if FITS, which the
+    compiler knows."""
     in_rows = (first_row // 4 + tl.arange(0, ROWS // 4) < N // 4) | FITS
     in_columns = (first_column + tl.arange(0, COLUMNS) < D) | FITS
     return in_rows[:, None] & in_columns[None, :], in_columns
@@ -138,8 +140,8 @@ def load_scale(scale_ptr, scale_inv_ptr):
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
+def _add_pairs(a, b, other_a, other_b):
+    return a + other_a, b + other_b
 
 
 @triton.jit

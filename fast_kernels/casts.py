@@ -2,9 +2,7 @@
 
 Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
-An FP8 tensor is an `FP8Data` (rowwise, columnwise, scale_inv): saturate(x · scale) and its transpose in a
-torch FP8 type, and 1/scale. `scale` and `amax` are one float32 each, on the device; the kernels raise `amax`
-to the largest magnitude that they quantize, without NaN, as TE does.
+`quantization`, a `Quantization`, says how to quantize; an FP8 tensor is an `FP8Data`: see fp8.py.
 
 All of these operations are bound by memory, so the design counts reads and writes:
 
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.fp8 import FP8Data
+from fast_kernels.fp8 import NOT_QUANTIZED, FP8Data
 from fast_kernels.library import (
     ceil_div,
     check_aligned,
@@ -37,7 +35,7 @@ from fast_kernels.library import (
     operation,
 )
 
-# A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
+# A program's tile: 16-byte accesses in both layouts. This and `…_sizes` below: the fastest tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
 DBIAS_TILE = dict(TILE, ROWS=128)  # of kernels that also write partial sums: one row for each row of tiles
@@ -54,18 +52,19 @@ ACTIVATIONS = (*UNGATED, *GATED)
 
 # ---------------------------------------------------------------- the operations in plain PyTorch
 
-def quantize_reference(x, scale, amax, fp8_dtype):
+def quantize_reference(x, quantization):
     """Return x (N, D) as an FP8 tensor, and raise amax."""
+    scale, amax, fp8_dtype = quantization
     amax.copy_(torch.maximum(amax, x.nan_to_num(nan=0.0, posinf=float("inf")).abs().max()))
     fp8_max = torch.finfo(fp8_dtype).max
     rowwise = (x.float() * scale).clamp(-fp8_max, fp8_max).to(fp8_dtype)
     return FP8Data(rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1))
 
 
-def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
+def norm_reference(x, branch, branch_bias, weight, bias, eps, quantization):
     """`norm`, in float64."""
     residual, y, mean, rstd = norm_bf16_reference(x, branch, branch_bias, weight, bias, eps)
-    return residual, quantize_reference(y, scale, amax, fp8_dtype), mean, rstd
+    return residual, quantize_reference(y, quantization), mean, rstd
 
 
 def norm_bf16_reference(x, branch, branch_bias, weight, bias, eps):
@@ -115,7 +114,7 @@ def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantiz
     rounded = dx.bfloat16()
     fp8_dx = dbranch_bias = None
     if quantization is not None:
-        fp8_dx = quantize_reference(rounded, *quantization)
+        fp8_dx = quantize_reference(rounded, quantization)
     if with_dbranch_bias:
         dbranch_bias = rounded.double().sum(0)
     dweight = (dy * normed).sum(0)
@@ -130,9 +129,9 @@ def activation_reference(activation, x):
     return UNGATED[GATED[activation]](gate) * up
 
 
-def activate_reference(activation, x, bias, scale, amax, fp8_dtype):
+def activate_reference(activation, x, bias, quantization):
     """`activate`, in float64."""
-    return quantize_reference(activate_bf16_reference(activation, x, bias), scale, amax, fp8_dtype)
+    return quantize_reference(activate_bf16_reference(activation, x, bias), quantization)
 
 
 def activate_bf16_reference(activation, x, bias):
@@ -140,10 +139,10 @@ def activate_bf16_reference(activation, x, bias):
     return activation_reference(activation, _add(x, bias))
 
 
-def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8_dtype):
+def activate_backward_reference(activation, dy, x, bias, quantization):
     """`activate_backward`, in float64."""
     dx, dbias = activate_backward_bf16_reference(activation, dy, x, bias)
-    return quantize_reference(dx, scale, amax, fp8_dtype), dbias
+    return quantize_reference(dx, quantization), dbias
 
 
 def activate_backward_bf16_reference(activation, dy, x, bias):
@@ -161,7 +160,7 @@ def _add(x, bias):
 
 # ---------------------------------------------------------------- the operations
 
-def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
+def norm(x, branch, branch_bias, weight, bias, eps, quantization):
     """Add a branch to the residual, normalize the sum, and quantize the result.
 
     y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd.
@@ -175,23 +174,23 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
         residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
     """
     residual, rowwise, columnwise, scale_inv, mean, rstd = _checked_norm(
-        x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype)
+        x, branch, branch_bias, weight, bias, eps, quantization)
     return residual, FP8Data(rowwise, columnwise, scale_inv), mean, rstd
 
 
 def norm_bf16(x, branch, branch_bias, weight, bias, eps):
     """`norm` without FP8: returns residual and y (N, C) BF16, mean (None for RMSNorm) and rstd."""
     residual, y, _, _, mean, rstd = _checked_norm(
-        x, branch, branch_bias, weight, bias, eps, None, None, None)
+        x, branch, branch_bias, weight, bias, eps, NOT_QUANTIZED)
     return residual, y, mean, rstd
 
 
-def _checked_norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
+def _checked_norm(x, branch, branch_bias, weight, bias, eps, quantization):
     check_input("fast_kernels.casts.norm: x", x, MAX_WIDTH)
     check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
     check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
-        x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype)
+        x, branch, branch_bias, weight, bias, eps, *quantization)
     if branch is None:
         residual = x
     if bias is None:
@@ -228,16 +227,14 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     Args:
         dy: (N, C) BF16, gradient of y.
         dresidual: (N, C) BF16, gradient from the other uses of the residual, or None.
-        quantization: (scale, amax, FP8 type) with which dx is quantized, or None.
+        quantization: how dx is quantized, or None.
     """
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
         "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
-    scale = amax = fp8_dtype = None
-    if quantization is not None:
-        scale, amax, fp8_dtype = quantization
+    arguments = NOT_QUANTIZED if quantization is None else quantization
     dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8_dtype, with_dbranch_bias)
+        dy, residual, mean, rstd, weight, dresidual, *arguments, with_dbranch_bias)
     fp8_dx = None if quantization is None else FP8Data(rowwise, columnwise, scale_inv)
     sums = dict(zip(_sums_over_rows(mean, with_dbranch_bias), totals.unbind()))
     return NormGradients(dx, fp8_dx, sums.get("dbranch_bias"), sums["dweight"], sums.get("dbias"))
@@ -278,7 +275,7 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     return dx, rowwise, columnwise, scale_inv, totals
 
 
-def activate(activation, x, bias, scale, amax, fp8_dtype):
+def activate(activation, x, bias, quantization):
     """Compute activation(x + bias) as an FP8 tensor (N, D).
 
     A gated activation is f(gate) · up, where the rows of x + bias hold gate, then up.
@@ -289,13 +286,13 @@ def activate(activation, x, bias, scale, amax, fp8_dtype):
         bias: BF16, (D,) or (2D,), or None.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
-    return FP8Data(*_activate(activation, x, bias, scale, amax, fp8_dtype))
+    return FP8Data(*_activate(activation, x, bias, *quantization))
 
 
 def activate_bf16(activation, x, bias):
     """`activate` without FP8: returns activation(x + bias), (N, D) BF16."""
     check_activation("fast_kernels.casts.activate_bf16", activation, x, bias)
-    y, _, _ = _activate(activation, x, bias, None, None, None)
+    y, _, _ = _activate(activation, x, bias, *NOT_QUANTIZED)
     return y
 
 
@@ -313,20 +310,19 @@ def _activate(activation, x, bias, scale, amax, fp8_dtype):
     return rowwise, columnwise, scale_inv
 
 
-def activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
+def activate_backward(activation, dy, x, bias, quantization):
     """Compute the gradients of `activate`'s inputs: dx as an FP8 tensor, and dbias or None.
 
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
-    dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
+    dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`; quantization is of dx.
     """
-    rowwise, columnwise, scale_inv, dbias = _activate_backward(
-        activation, dy, x, bias, scale, amax, fp8_dtype)
+    rowwise, columnwise, scale_inv, dbias = _activate_backward(activation, dy, x, bias, *quantization)
     return FP8Data(rowwise, columnwise, scale_inv), None if bias is None else dbias
 
 
 def activate_backward_bf16(activation, dy, x, bias):
     """`activate_backward` without FP8: returns dx in BF16, and dbias or None."""
-    dx, _, _, dbias = _activate_backward(activation, dy, x, bias, None, None, None)
+    dx, _, _, dbias = _activate_backward(activation, dy, x, bias, *NOT_QUANTIZED)
     return dx, None if bias is None else dbias
 
 
@@ -342,7 +338,8 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     if not is_fake(x):
         rows, columns = dy.shape
         is_gated = activation in GATED
-        tile_rows, programs, options = _tile(TILE if is_gated else DBIAS_TILE, rows, columns)
+        sizes = TILE if is_gated else DBIAS_TILE  # gated, a tile has two outputs
+        tile_rows, programs, options = _tile(sizes, rows, columns)
         partial_sums = None
         if bias is not None:
             partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -354,10 +351,11 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     return rowwise, columnwise, scale_inv, dbias
 
 
-def cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
+def cast(x, quantization, with_dbias=False, out=None):
     """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None. with_dbias: also
     sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output."""
     check_input("fast_kernels.casts.cast: x", x)
+    scale, amax, fp8_dtype = quantization
     if out is None:
         out = allocate_fp8(x, *x.shape, fp8_dtype)
     else:
@@ -442,7 +440,7 @@ def allocate_fp8(x, rows, columns, fp8_dtype):
 
 
 def _allocate_output(x, rows, columns, fp8_dtype):
-    """Allocate an FP8 tensor; without a type a BF16 tensor, where an FP8 tensor has its rowwise data."""
+    """Allocate an FP8 tensor. fp8_dtype None: a BF16 tensor in place of rowwise data, the others empty."""
     if fp8_dtype is not None:
         return allocate_fp8(x, rows, columns, fp8_dtype)
     return x.new_empty(rows, columns), x.new_empty(0), x.new_empty(0, dtype=torch.float32)

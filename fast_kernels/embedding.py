@@ -210,6 +210,7 @@ def _sum_by_index_kernel(dy_ptr, indices_ptr, order_ptr, out_ptr, partial_sums_p
     index = tl.load(indices_ptr + begin)
     began_before = (begin > 0) & (tl.load(indices_ptr + begin - 1, mask=begin > 0, other=0) == index)
     sums = tl.zeros((COLUMNS,), tl.float32)
+    # while row i is added, the values of row i + 1 and the index of row i + 2 are loaded
     next_row = tl.load(order_ptr + tl.minimum(begin + 1, end - 1))
     prefetched = tl.load(dy_ptr + tl.load(order_ptr + begin) * C + j, mask=mask, other=0.0)
     for i in range(begin, end):

@@ -1,4 +1,5 @@
-"""FP8 tensors: `FP8Data` between kernels, and `Float8Tensor`, which passes through autograd.
+"""FP8 tensors: `FP8Data` between kernels, and `Float8Tensor`, which passes through autograd. A `Quantization`
+says how a kernel makes one.
 
 A kernel that computes a gradient writes it in FP8, rowwise and transposed, for the two GEMMs of the backward
 pass that read it, and autograd hands it on as a `Float8Tensor`. To every other operation it is a BF16 tensor:
@@ -22,6 +23,24 @@ class FP8Data(NamedTuple):
     rowwise: torch.Tensor | None  # (N, D) FP8; None in a backward pass, which reads the transpose only
     columnwise: torch.Tensor  # (D, N) FP8, the transpose
     scale_inv: torch.Tensor  # (1,) float32
+
+
+class Quantization(NamedTuple):
+    """How to quantize a tensor under delayed scaling: saturate(value · scale) in `fp8_dtype`.
+
+    The kernel that quantizes the tensor raises `amax` to its largest magnitude, without NaN, as TE does."""
+
+    scale: torch.Tensor  # (1,) float32, as amax: in the module whose GEMM reads the tensor
+    amax: torch.Tensor
+    fp8_dtype: torch.dtype
+
+
+def gradient_dtype(fp8_format):
+    """Return the FP8 type of gradients in a recipe's format, of fast_kernels or of TE."""
+    return torch.float8_e5m2 if fp8_format.name == "HYBRID" else torch.float8_e4m3fn
+
+
+NOT_QUANTIZED = Quantization(None, None, None)  # the arguments of an operation that writes BF16
 
 
 class Float8Tensor(torch.Tensor):

@@ -9,8 +9,8 @@
 - The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`: delayed scaling knows the scale before the values.
-  `Branch.gradient_quantization` says how. A branch whose value was changed is made anew as `Branch(x)`,
-  without it.
+  `Branch.gradient_quantization` says how. Make a new `Branch(x)` of a changed value: its gradient is then
+  not quantized.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
 - Without FP8 the same functions run in plain PyTorch.
@@ -27,18 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fast_kernels import bf16, casts
-from fast_kernels.fp8 import Float8Tensor, FP8Data
+from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
 from fast_kernels.gemm import gemm
-
-
-class Quantization(NamedTuple):
-    """How to quantize a tensor under delayed scaling: value · scale in `fp8_dtype`; raises `amax`.
-
-    Both are (1,) float32, in the memory of the module whose GEMM reads the tensor."""
-
-    scale: torch.Tensor
-    amax: torch.Tensor
-    fp8_dtype: torch.dtype
 
 
 @dataclass
@@ -114,6 +104,7 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
     tied_gradient: `embedding.TiedGradient` of a weight that `embed` shares. The weight's gradient is added to
         it, not passed through autograd. It may be passed at each of several uses of the weight.
     """
+    _check_stream("norm_linear", stream)
     stream, y, _ = _norm_gemm(
         stream, module, is_first_microbatch, adds_bias=True, tied_gradient=tied_gradient)
     return stream, y
@@ -122,15 +113,19 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
 def norm_fc1(stream: Stream, module, is_first_microbatch=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as a
     Branch) of a LayerNormMLP. `activation_linear` adds the bias."""
+    _check_stream("norm_fc1", stream)
     stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False)
     return stream, Branch(y, layer.bias, layer.gradient_quantization)
 
 
+def _check_stream(name, stream):
+    if not isinstance(stream, Stream):
+        raise TypeError(f"{name}: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint with "
+                        "use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
+
+
 def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=None):
     """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
-    if not isinstance(stream, Stream):
-        raise TypeError(f"norm_linear: a {type(stream).__name__}, not a Stream, as torch.utils.checkpoint "
-                        "with use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
@@ -215,7 +210,7 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
         if needs_dbias:
             dbias = dy.dequantize().sum(0)
     else:
-        fp8_dy, dbias = casts.cast(dy.contiguous(), *layer.gradient_quantization, with_dbias=needs_dbias)
+        fp8_dy, dbias = casts.cast(dy.contiguous(), layer.gradient_quantization, with_dbias=needs_dbias)
     if needs_dx:
         dx = input_gradient(fp8_dy, weight)
     if needs_dweight:
@@ -226,8 +221,9 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
 def _parameter_gradient(parameter, dy, x):
     """Return wgrad, in `main_grad` of a weight that has one, as Megatron-LM and TE do.
 
-    Attributes of such a weight: overwrite_main_grad tells the first GEMM of a step to overwrite `main_grad`,
-    and grad_added_to_main_grad tells its owner that a GEMM wrote to it."""
+    Attributes of such a weight: overwrite_main_grad tells the first GEMM of a step to overwrite `main_grad`;
+    main_grad_pass is the backward pass that wrote to it last; grad_added_to_main_grad tells its owner that a
+    GEMM wrote to it."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
         return weight_gradient(dy, x)
@@ -274,9 +270,9 @@ def first_derivative_only(backward):
 # The GEMMs read `layer.fp8_weight`; `weight` is an input only to receive a gradient.
 
 def input_names(class_name, names):
-    """Return a named tuple with a field for each input of an autograd function: whether it needs a gradient,
-    or its gradient, by default None. A backward method returns tuple(…) of it, since Dynamo drops the
-    gradients in a named one."""
+    """Return a named tuple with a field for each input of an autograd function. `needs` holds whether each
+    input needs a gradient; a backward method returns tuple(…) of one that holds the gradients, by default
+    None. (Dynamo drops the gradients in a named one.)"""
     return namedtuple(class_name, names, defaults=[None] * len(names.split()))
 
 
@@ -293,7 +289,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
                 dbranch_quantization, tied_gradient):
         residual, fp8_y, mean, rstd = casts.norm(
-            x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input_quantization)
+            x, branch, branch_bias, norm_weight, norm_bias, eps, layer.input_quantization)
         fp8_weight = layer.fp8_weight
         ctx.save_for_backward(
             residual, mean, rstd, norm_weight, fp8_y.columnwise, fp8_y.scale_inv, fp8_weight.columnwise,
@@ -317,6 +313,7 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
     residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
     needs = NormLinearInputs(*ctx.needs_input_grad)
     if dout is None:
+        # twice the same tensor: autograd does not write to what a backward method returns
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
@@ -349,15 +346,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization):
-        before_activation = None, None
+        saved_x = saved_bias = None  # before the activation
         if activation is None:
-            fp8_x, _ = casts.cast(x.contiguous(), *layer.input_quantization)
+            fp8_x, _ = casts.cast(x.contiguous(), layer.input_quantization)
         else:
-            fp8_x = casts.activate(activation, x, x_bias, *layer.input_quantization)
-            before_activation = x, x_bias
+            fp8_x = casts.activate(activation, x, x_bias, layer.input_quantization)
+            saved_x = x
+            saved_bias = x_bias
         fp8_weight = layer.fp8_weight
         ctx.save_for_backward(
-            *before_activation, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
+            saved_x, saved_bias, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
             fp8_weight.scale_inv)
         ctx.layer = layer
         ctx.activation = activation
@@ -367,7 +365,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        before_activation, x_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
+        saved_x, saved_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
         fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(None, w_columnwise, w_inv)
@@ -376,7 +374,7 @@ class _Linear(torch.autograd.Function):
         dx_bias = None
         if ctx.activation is not None and needs_dx:
             fp8_dx, dx_bias = casts.activate_backward(
-                ctx.activation, dx, before_activation, x_bias, *ctx.dx_quantization)
+                ctx.activation, dx, saved_x, saved_bias, ctx.dx_quantization)
             dx = Float8Tensor(*fp8_dx)
         ctx.layer.update_gradient_scales()
         return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias))

@@ -170,7 +170,7 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
-_plans = {}  # the autotune cache: {arguments of _Plan: _Plan}
+_plans = {}  # the autotune cache: {the key of `_gemm`: _Plan}
 _lock = threading.RLock()  # tune() calls run(), which takes it again
 
 
@@ -184,6 +184,8 @@ def _add_plan(key):
 class _Plan:
     """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape.
 
+    Each kind is (shape, dtype, is_contiguous) of an operand, or None.
+
     cuBLAS is column-major and takes each of our matrices for its transpose:
 
         ours        a (M, K)                     b (N, K)                    out = a @ bᵀ
@@ -192,12 +194,13 @@ class _Plan:
 
     tuned_count = 0  # shapes timed in this process
 
-    def __init__(self, a, b, bias, out, accumulate, accumulation, device_index):
+    def __init__(self, a_kind, b_kind, bias_kind, out_kind, accumulate, accumulation, device_index):
         self.accumulate = accumulate
         self.is_tuned = False
         self.attempts = 0  # calls that wanted to time this shape
-        self.layouts = [_make_layout(*x) for x in (a, b, out)]
-        self.descriptors = [_make_descriptor(is_fast, bool(bias)) for is_fast in ACCUMULATIONS[accumulation]]
+        self.layouts = [_make_layout(kind) for kind in (a_kind, b_kind, out_kind)]
+        has_bias = bias_kind is not None
+        self.descriptors = [_make_descriptor(is_fast, has_bias) for is_fast in ACCUMULATIONS[accumulation]]
         self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
         for descriptor in self.descriptors:
             for algorithm in self._ask_heuristic(descriptor, device_index):
@@ -291,8 +294,9 @@ class _Plan:
                 workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
-def _make_layout(shape, dtype, is_contiguous):
+def _make_layout(kind):
     """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Plan`."""
+    shape, dtype, _ = kind
     rows, columns = (ctypes.c_uint64(size) for size in shape)
     leading_dimension = columns
     return _create("MatrixLayout", TYPES[dtype], columns, rows, leading_dimension)

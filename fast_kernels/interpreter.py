@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from triton.runtime import interpreter
 
 from fast_kernels import cast_kernels, casts, scales
+from fast_kernels.fp8 import Quantization
 
 _truncate = interpreter._convert_float  # the interpreter's own
 
@@ -43,8 +44,8 @@ def install() -> None:
 def speed_up() -> None:
     """Replace Triton's functions once per launch, and look up the dtype of each type once.
 
-    The interpreter does the first at each call of a function within a kernel as well, when they are replaced
-    already, and makes its dictionary of dtypes anew for each tensor: half of its time in all.
+    The interpreter also replaces them at each call inside a kernel, and makes its dictionary of dtypes anew
+    for each tensor: half of its time in all.
     """
     patch = interpreter._patch_lang
     find_dtype = interpreter._get_np_dtype
@@ -123,9 +124,10 @@ def two_sums(a, b):
 
 def plain_casts() -> list:
     """Return (module, name, replacement) of the operations of casts.py and scales.py in plain PyTorch."""
+    # what the float64 results are rounded to: statistics of a norm, outputs and gradients
     dtypes = dict(norm=torch.float32, norm_backward=torch.bfloat16, activate=torch.bfloat16,
                   activate_backward=torch.bfloat16, activate_bf16=torch.bfloat16,
-                  activate_backward_bf16=torch.bfloat16)  # of the norm's statistics, or of gradients
+                  activate_backward_bf16=torch.bfloat16)
     replaced = [(casts, name, _rounded(getattr(casts, f"{name}_reference"), dtype))
                 for name, dtype in dtypes.items()]
     return [*replaced, (casts, "norm_bf16", _norm_bf16), (casts, "cast", _cast),
@@ -145,8 +147,8 @@ def _norm_bf16(*arguments):
     return residual, y.bfloat16(), None if mean is None else mean.float(), rstd.float()
 
 
-def _cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
-    quantized = casts.quantize_reference(x, scale, amax, fp8_dtype)
+def _cast(x, quantization, with_dbias=False, out=None):
+    quantized = casts.quantize_reference(x, quantization)
     if out is not None:
         for written, tensor in zip(out, quantized):
             written.copy_(tensor)
@@ -157,4 +159,4 @@ def _cast(x, scale, amax, fp8_dtype, with_dbias=False, out=None):
 
 def _cast_all(*tensors):
     for x, *out, scale, amax in zip(*tensors):
-        _cast(x, scale, amax, out[0].dtype, out=out)
+        _cast(x, Quantization(scale, amax, out[0].dtype), out=out)

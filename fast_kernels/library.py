@@ -62,6 +62,8 @@ def operation(schema, setup_context=None, backward=None):
     """
 
     def register(function):
+        name = function.__name__.lstrip("_")
+
         def launch(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
             # the first of a list stands for all: the function checks the others
@@ -76,7 +78,6 @@ def operation(schema, setup_context=None, backward=None):
             with torch.cuda.device(index):
                 return function(*args)
 
-        name = function.__name__.lstrip("_")
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
-from fast_kernels.fp8 import Float8Tensor
+from fast_kernels.fp8 import NOT_QUANTIZED, Float8Tensor, Quantization
 from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # The fastest of those tried on an H200: 16 logits per thread; for FP8 a tile with 32 per thread.
@@ -44,9 +44,8 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
     Args:
         logits: (N, V) BF16 or float32, contiguous.
         labels: (N,) int64.
-        quantization: (scale, amax, FP8 type) of the logits' gradient: backward then returns a `Float8Tensor`
-            and raises amax to the gradient's largest magnitude. N and V must be multiples of 16. None, or
-            under torch.compile: the gradient has the logits' dtype.
+        quantization: how to quantize the logits' gradient; backward then returns a `Float8Tensor`. N and V
+            must be multiples of 16. None, or under torch.compile: the gradient has the logits' dtype.
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c), as in Gemma 2; None: of the logits.
     """
@@ -62,22 +61,21 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({len(logits)},) int64 is needed")
     if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
-    scale = amax = fp8_dtype = None
-    if quantization is not None and not torch.compiler.is_compiling():
-        scale, amax, fp8_dtype = quantization
-    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8_dtype)
+    if quantization is None or torch.compiler.is_compiling():
+        quantization = NOT_QUANTIZED
+    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, *quantization)
     return loss
 
 
 def _setup_context(ctx, inputs, output):
-    logits, labels, label_smoothing, softcap, scale, amax, fp8_dtype = inputs
+    logits, labels, label_smoothing, softcap, *quantization = inputs
     _, lse, count = output
     ctx.save_for_backward(logits, labels, lse, count)
     ctx.mark_non_differentiable(lse, count)
     ctx.set_materialize_grads(False)
     ctx.label_smoothing = label_smoothing
     ctx.softcap = softcap
-    ctx.quantization = scale, amax, fp8_dtype
+    ctx.quantization = Quantization(*quantization)
     ctx.did_backward = False
 
 
@@ -88,9 +86,8 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
     logits, labels, lse, count = ctx.saved_tensors
     factor = (grad_loss / count).float()
     arguments = logits, labels, lse, factor, ctx.label_smoothing, ctx.softcap
-    scale, amax, fp8_dtype = ctx.quantization
-    if scale is not None:
-        quantized = cast_gradient(*arguments, scale, amax, fp8_dtype)
+    if ctx.quantization.scale is not None:
+        quantized = cast_gradient(*arguments, *ctx.quantization)
         gradient = Float8Tensor(*quantized, dtype=logits.dtype)
     elif is_tracing():
         gradient = torch.empty_like(logits)

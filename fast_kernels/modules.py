@@ -30,7 +30,8 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
-from fast_kernels.fused import LinearPass, Quantization, Stream
+from fast_kernels.fp8 import Quantization, gradient_dtype
+from fast_kernels.fused import LinearPass, Stream
 from fast_kernels.loss import cross_entropy
 
 __all__ = [  # the names of TE that are here
@@ -158,12 +159,13 @@ class autocast:
         self.enabled = enabled
         self.group = amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
-        self.module_recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
-        self.has_backward_updater = False  # whether a layer's backward pass updates the scales of gradients
+        # these are read of the outermost region only
+        self.module_recipes = {}  # {module that ran in FP8: its recipe}
+        self.has_backward_updater = False  # a layer was chosen whose backward pass updates gradients' scales
 
     def __enter__(self):
         _open.regions.append(self)
-        self.is_training = torch.is_grad_enabled()  # of the outermost region: inside, parts may be frozen
+        self.is_training = torch.is_grad_enabled()  # read of the outermost one: inside, parts may be frozen
         return self
 
     def __exit__(self, *error):
@@ -173,16 +175,17 @@ class autocast:
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        groups = {}  # {id of a recipe: (recipe, states of its modules)}: an inner region may have another one
+        recipes = {}  # {id: recipe}: an inner region may have another one
+        states = {}  # {id of a recipe: states of its modules}
         for module, recipe in self.module_recipes.items():
             state = module.fp8_meta[f"scaling_{direction}"]
-            _, states = groups.setdefault(id(recipe), (recipe, []))
-            states.append((state.scale, state.amax_history))
-        for recipe, states in groups.values():
+            recipes[id(recipe)] = recipe
+            states.setdefault(id(recipe), []).append((state.scale, state.amax_history))
+        for key, recipe in recipes.items():
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-                self.reduce_amax([history for _, history in states])
+                self.reduce_amax([history for _, history in states[key]])
             fp8_max = getattr(recipe.fp8_format.value, f"max_{direction}")
-            scales.update(states, fp8_max, recipe.margin, recipe.amax_compute_algo)
+            scales.update(states[key], fp8_max, recipe.margin, recipe.amax_compute_algo)
 
     def reduce_amax(self, histories) -> None:
         """Set row 0 of each history to the largest amax over the ranks."""
@@ -251,7 +254,9 @@ class _Recompute:
 
 # ---------------------------------------------------------------- options of TE that are refused
 
-# Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
+_ANY = object()  # any value, without an effect
+
+# Further arguments of TE's constructors, and the one value supported
 OPTIONS = dict(
     # linear modules and norms
     sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
@@ -262,7 +267,7 @@ OPTIONS = dict(
     softmax_scale=None, layer_type="encoder",
     # FusedAdam
     amsgrad=False, bias_correction=True, adam_w_mode=True, master_weight_dtype=torch.float32,
-    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
+    name=_ANY, layer_number=_ANY, capturable=_ANY, master_weights=_ANY, set_grad_none=_ANY)
 
 
 def check_options(kind: str, options: dict, **others) -> None:
@@ -272,7 +277,7 @@ def check_options(kind: str, options: dict, **others) -> None:
         if name not in supported:
             raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
         is_tensor = isinstance(value, torch.Tensor)
-        if supported[name] is not ... and (is_tensor or value != supported[name]):
+        if supported[name] is not _ANY and (is_tensor or value != supported[name]):
             shown = f"a tensor {tuple(value.shape)}" if is_tensor else repr(value)
             raise ValueError(f"{kind}: {name}={shown}: fast_kernels supports {supported[name]!r} only")
 
@@ -474,15 +479,14 @@ class Module(CheckedOptions, nn.Module):
 
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
         """Return how the tensors of a GEMM are quantized: views of this module's scales and histories."""
-        format_name = self.fp8_meta["recipe"].fp8_format.name
-        key = gemm, format_name  # a recipe may change in place, or be TE's
+        fp8_format = self.fp8_meta["recipe"].fp8_format
+        key = gemm, fp8_format.name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-            gradient_dtype = torch.float8_e5m2 if format_name == "HYBRID" else torch.float8_e4m3fn
             self._quantizations[key] = GemmQuantizations(
                 input=forward.quantization(3 * gemm, torch.float8_e4m3fn),
                 weight=forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
-                output_gradient=backward.quantization(2 * gemm, gradient_dtype))
+                output_gradient=backward.quantization(2 * gemm, gradient_dtype(fp8_format)))
         return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
@@ -506,7 +510,7 @@ class Module(CheckedOptions, nn.Module):
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
         out = self.workspace(gemm) if is_first_microbatch else None
-        quantized, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
+        quantized, _ = casts.cast(getattr(self, name).detach(), quantization, out=out)
         return quantized
 
     def weights_to_quantize(self, recipe) -> list:
@@ -658,9 +662,10 @@ class TransformerLayer(CheckedOptions, nn.Module):
                  output_layer_init_method=None, kv_channels=None, params_dtype=None, bias=True,
                  activation="gelu", normalization="LayerNorm", device=None, **options):
         super().__init__()
-        of_te = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")  # defaults
-        check_options("TransformerLayer", of_te | options, fuse_qkv_params=True, qkv_weight_interleaved=False,
-                      attn_input_format="bshd")
+        # TE's defaults are refused: pass all three
+        te_defaults = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")
+        required = dict(fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd")
+        check_options("TransformerLayer", te_defaults | options, **required)
         self.heads = num_attention_heads
         self.kv_heads = num_gqa_groups or num_attention_heads
         self.head_size = kv_channels or hidden_size // self.heads

@@ -113,7 +113,7 @@ def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexp
 @triton.jit
 def _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, IS_MAX: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Update COLUMNS slots of one state. first_slot None: a program's own."""
+    """Update COLUMNS slots of one state. first_slot None: COLUMNS per program, in order."""
     if first_slot is None:
         first_slot = COLUMNS * tl.program_id(0)
     i, j = tl.arange(0, ROWS), first_slot + tl.arange(0, COLUMNS)
@@ -135,5 +135,5 @@ def _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, 
     is_valid = is_used & (amax > 0.0) & (amax < float("inf"))
     tl.store(scale_ptr + j, tl.where(is_valid, quotient, scale), mask=is_used)
     tl.store(history_ptr + (length - 1) * slots + j, newest, mask=is_used)
-    tl.debug_barrier()  # with one row, it is the first one
+    tl.debug_barrier()  # a history of one row: the newest was stored where the zero goes
     tl.store(history_ptr + j, 0.0, mask=is_used)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
-from fast_kernels.fp8 import FP8Data
+from fast_kernels.fp8 import FP8Data, Quantization, gradient_dtype
 from fast_kernels.fused import forward_gemm, input_gradient, input_names, weight_gradient
 from fast_kernels.library import operation
 
@@ -69,44 +69,61 @@ def run(module, x, region, is_training, is_first_microbatch):
         recipe.reduce_amax, bool(is_first_microbatch))
     for name in module.weight_names:
         module.check_dtype(getattr(module, name), x)
-    x = x.contiguous()
-    norm_weight = getattr(module, "layer_norm_weight", None)  # None: a Linear
-    norm_bias = getattr(module, "layer_norm_bias", None)
-    state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+    state = module.fp8_meta["scaling_fwd"]
     scale = read_scales(state.scale)
 
     def quantization(slot):
-        return scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8
+        return Quantization(scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8)
 
-    with torch.no_grad():
-        if norm_weight is None:
-            mean = rstd = None
-            fp8_x, _ = casts.cast(x.detach(), *quantization(INPUT))
-        else:
-            _, fp8_x, mean, rstd = casts.norm(
-                x.detach(), None, None, norm_weight.detach(), _detach(norm_bias), module.eps,
-                *quantization(INPUT))
-        fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
     maxima = recipe.fp8_format.value
     group = "" if region.group is None else region.group.group_name
     update_options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
-    gradient_dtype = torch.float8_e5m2 if maxima.max_bwd > maxima.max_fwd else FORWARD_FP8
-    gradients = GradientScaling(gradient_state, gradient_dtype, (maxima.max_bwd, *update_options))
-    if len(module.weight_names) == 1:
-        y = _Linear.apply(
-            x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, fp8_x, fp8_weight, gradients)
-    else:
-        with torch.no_grad():
-            hidden = forward_gemm(fp8_x, fp8_weight)
-            fp8_act = casts.activate(
-                module.activation, hidden, _detach(module.fc1_bias), *quantization(FC2_INPUT))
-            fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
-        y = _MLP.apply(
-            x, norm_weight, norm_bias, module.fc1_weight, module.fc1_bias, module.fc2_weight, module.fc2_bias,
-            mean, rstd, fp8_x, fp8_weight, module.activation, hidden, fp8_act, fp8_fc2, gradients)
+    gradient_scaling = GradientScaling(
+        module.fp8_meta["scaling_bwd"], gradient_dtype(recipe.fp8_format), (maxima.max_bwd, *update_options))
+    run_gemms = _run_linear if len(module.weight_names) == 1 else _run_mlp
+    y = run_gemms(module, x.contiguous(), quantization, gradient_scaling, is_first_microbatch)
     if is_training:
         update_scales(state, maxima.max_fwd, *update_options)
     return y
+
+
+def _run_linear(module, x, quantization, gradient_scaling, is_first_microbatch):
+    """Run a Linear or a LayerNormLinear. quantization: slot -> how its tensor is quantized."""
+    norm_weight = getattr(module, "layer_norm_weight", None)  # None: a Linear
+    norm_bias = getattr(module, "layer_norm_bias", None)
+    with torch.no_grad():
+        if norm_weight is None:
+            mean = rstd = None
+            fp8_x, _ = casts.cast(x.detach(), quantization(INPUT))
+        else:
+            fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
+        fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
+    return _Linear.apply(
+        x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, fp8_x, fp8_weight,
+        gradient_scaling)
+
+
+def _run_mlp(module, x, quantization, gradient_scaling, is_first_microbatch):
+    """Run a LayerNormMLP. Arguments as of `_run_linear`."""
+    with torch.no_grad():
+        fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
+        fp8_fc1 = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
+        hidden = forward_gemm(fp8_x, fp8_fc1)
+        fp8_act = casts.activate(
+            module.activation, hidden, _detach(module.fc1_bias), quantization(FC2_INPUT))
+        fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
+    return _MLP.apply(
+        x, module.layer_norm_weight, module.layer_norm_bias, module.fc1_weight, module.fc1_bias,
+        module.fc2_weight, module.fc2_bias, mean, rstd, fp8_x, fp8_fc1, module.activation, hidden, fp8_act,
+        fp8_fc2, gradient_scaling)
+
+
+def _norm(module, x, quantization):
+    """Return the module's norm of x in FP8, and its mean (None for RMSNorm) and rstd."""
+    _, fp8_x, mean, rstd = casts.norm(
+        x.detach(), None, None, module.layer_norm_weight.detach(), _detach(module.layer_norm_bias),
+        module.eps, quantization)
+    return fp8_x, mean, rstd
 
 
 def _detach(parameter):
@@ -125,22 +142,24 @@ def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
 
 
 # The modules as autograd functions. x, which is before the norm, and the parameters are inputs to receive
-# gradients. The others get none: mean and rstd of the norm; fp8_…, an FP8Data; gradients, a GradientScaling.
-# This is not saved with save_for_backward, because the backward pass changes it in place.
+# gradients. The others get none: mean and rstd of the norm; fp8_…, an FP8Data; gradient_scaling.
+# This is not saved with save_for_backward, because the backward pass changes its state in place.
 
-LinearInputs = input_names(
-    "LinearInputs", "x norm_weight norm_bias weight bias mean rstd fp8_x fp8_weight gradients")
-MLPInputs = input_names(
-    "MLPInputs", "x norm_weight norm_bias fc1_weight fc1_bias fc2_weight fc2_bias mean rstd fp8_x fp8_fc1 "
-    "activation hidden fp8_act fp8_fc2 gradients")
+TracedLinearInputs = input_names(
+    "TracedLinearInputs", "x norm_weight norm_bias weight bias mean rstd fp8_x fp8_weight gradient_scaling")
+TracedMLPInputs = input_names(
+    "TracedMLPInputs",
+    "x norm_weight norm_bias fc1_weight fc1_bias fc2_weight fc2_bias mean rstd fp8_x fp8_fc1 activation "
+    "hidden fp8_act fp8_fc2 gradient_scaling")
 
 
 class _Linear(torch.autograd.Function):
     """Linear and LayerNormLinear."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, mean, rstd, fp8_x, fp8_weight, gradients):
-        ctx.gradients = gradients
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, mean, rstd, fp8_x, fp8_weight,
+                gradient_scaling):
+        ctx.gradient_scaling = gradient_scaling
         if norm_weight is None:
             x = None  # only the norm's backward pass reads it
         ctx.save_for_backward(
@@ -151,10 +170,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
-        needs = LinearInputs(*ctx.needs_input_grad)
+        needs = TracedLinearInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dweight = None
         fp8_dy, dbias = casts.cast(
-            dy.contiguous(), *ctx.gradients.quantization(GRADIENT), with_dbias=needs.bias)
+            dy.contiguous(), ctx.gradient_scaling.quantization(GRADIENT), with_dbias=needs.bias)
         if needs.weight:
             dweight = weight_gradient(fp8_dy, FP8Data(None, x_columnwise, x_inv))
         if needs.x or needs.norm_weight or needs.norm_bias:
@@ -162,8 +181,8 @@ class _Linear(torch.autograd.Function):
             if norm_weight is not None:
                 norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
                 dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
-        ctx.gradients.update()
-        return tuple(LinearInputs(
+        ctx.gradient_scaling.update()
+        return tuple(TracedLinearInputs(
             x=dx, norm_weight=dnorm_weight, norm_bias=dnorm_bias, weight=dweight, bias=dbias))
 
 
@@ -172,8 +191,8 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, mean, rstd, fp8_x,
-                fp8_fc1, activation, hidden, fp8_act, fp8_fc2, gradients):
-        ctx.gradients = gradients
+                fp8_fc1, activation, hidden, fp8_act, fp8_fc2, gradient_scaling):
+        ctx.gradient_scaling = gradient_scaling
         ctx.activation = activation
         ctx.save_for_backward(
             x, norm_weight, mean, rstd, fc1_bias, hidden, fp8_x.columnwise, fp8_x.scale_inv,
@@ -185,11 +204,11 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, dy):
         (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
          act_columnwise, act_inv, fc2_columnwise, fc2_inv) = ctx.saved_tensors
-        needs = MLPInputs(*ctx.needs_input_grad)
+        needs = TracedMLPInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dfc1_weight = dfc1_bias = dfc2_weight = None
         # fc2
         fp8_dy, dfc2_bias = casts.cast(
-            dy.contiguous(), *ctx.gradients.quantization(FC2_GRADIENT), with_dbias=needs.fc2_bias)
+            dy.contiguous(), ctx.gradient_scaling.quantization(FC2_GRADIENT), with_dbias=needs.fc2_bias)
         if needs.fc2_weight:
             dfc2_weight = weight_gradient(fp8_dy, FP8Data(None, act_columnwise, act_inv))
         # activation and fc1
@@ -197,7 +216,7 @@ class _MLP(torch.autograd.Function):
         if needs_dx or needs.fc1_weight or needs.fc1_bias:
             dact = input_gradient(fp8_dy, FP8Data(None, fc2_columnwise, fc2_inv))
             fp8_dhidden, dfc1_bias = casts.activate_backward(
-                ctx.activation, dact, hidden, fc1_bias, *ctx.gradients.quantization(GRADIENT))
+                ctx.activation, dact, hidden, fc1_bias, ctx.gradient_scaling.quantization(GRADIENT))
         if needs.fc1_weight:
             dfc1_weight = weight_gradient(fp8_dhidden, FP8Data(None, x_columnwise, x_inv))
         # norm
@@ -205,7 +224,7 @@ class _MLP(torch.autograd.Function):
             dx = input_gradient(fp8_dhidden, FP8Data(None, fc1_columnwise, fc1_inv))
             norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
             dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
-        ctx.gradients.update()
-        return tuple(MLPInputs(
+        ctx.gradient_scaling.update()
+        return tuple(TracedMLPInputs(
             x=dx, norm_weight=dnorm_weight, norm_bias=dnorm_bias, fc1_weight=dfc1_weight, fc1_bias=dfc1_bias,
             fc2_weight=dfc2_weight, fc2_bias=dfc2_bias))

@@ -13,6 +13,7 @@ import te_reference
 
 pytest.importorskip("triton")
 from fast_kernels import casts as fast_casts
+from fast_kernels.fp8 import Quantization
 from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, needs_memory, on_gpu  # noqa: F401
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -89,7 +90,7 @@ def test_the_reference_quantization_is_that_of_te_reference(fp8_dtype, value):
     x = normal(48, 80)
     x[3, 4], x[5, 6], x[7, 8] = float("nan"), 1e30, -1e30
     scale, amax = scale_and_amax(value)
-    rowwise, _, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8_dtype)
+    rowwise, _, scale_inv = fast_casts.quantize_reference(x, Quantization(scale, amax, fp8_dtype))
     assert torch.equal(bytes_of(rowwise), bytes_of(te_reference.quantize(x, scale, fp8_dtype)))
     assert scale_inv == scale.reciprocal()
     assert amax.item() == te_reference.amax_of(x).item()
@@ -108,9 +109,9 @@ def test_the_reference_norm_is_that_of_pytorch(kind):
         inputs = exact_x, exact_weight
         y = F.rms_norm(exact_x, (80,), exact_weight, EPS)
 
-    quantization = (*scale_and_amax(), E4M3)
-    _, quantized, mean, rstd = fast_casts.norm_reference(x, None, None, weight, bias, EPS, *quantization)
-    expected = fast_casts.quantize_reference(y.detach(), *quantization)
+    quantization = Quantization(*scale_and_amax(), E4M3)
+    _, quantized, mean, rstd = fast_casts.norm_reference(x, None, None, weight, bias, EPS, quantization)
+    expected = fast_casts.quantize_reference(y.detach(), quantization)
     assert_same_bytes(quantized[0], expected[0], E4M3, share=0.0)
 
     dx, _, _, dweight, dbias = fast_casts.norm_backward_reference(dy, x, mean, rstd, weight, None)
@@ -136,9 +137,9 @@ def check_norm(x, branch, branch_bias, weight, bias, fp8_dtype=E4M3, scale=50.0,
     inputs = x, branch, branch_bias, weight, bias, EPS
     scale, amax = scale_and_amax(scale)
     expected_amax = amax.clone()
-    residual, quantized, mean, rstd = fast_casts.norm(*inputs, scale, amax, fp8_dtype)
+    residual, quantized, mean, rstd = fast_casts.norm(*inputs, Quantization(scale, amax, fp8_dtype))
     exact_residual, exact_quantized, exact_mean, exact_rstd = fast_casts.norm_reference(
-        *inputs, scale, expected_amax, fp8_dtype)
+        *inputs, Quantization(scale, expected_amax, fp8_dtype))
     assert (residual is x) == (branch is None)
     torch.testing.assert_close(residual, exact_residual, rtol=0, atol=0, equal_nan=True)
     assert (mean is None) == (exact_mean is None)
@@ -177,8 +178,8 @@ def test_norm_in_fp8(fp8_dtype, scale):
     assert residual.isnan().sum() == 2 and rowwise.float().isnan().all(1).nonzero().tolist() == [[5], [7]]
     before = amax.item()
     for more in (0.5, 2.0):  # a second micro-batch raises the first one's amax or leaves it
-        scale_again = torch.tensor(scale, device=DEVICE)
-        fast_casts.norm(x, branch, branch_bias, more * weight, more * bias, EPS, scale_again, amax, fp8_dtype)
+        quantization = Quantization(torch.tensor(scale, device=DEVICE), amax, fp8_dtype)
+        fast_casts.norm(x, branch, branch_bias, more * weight, more * bias, EPS, quantization)
         assert amax.item() == pytest.approx(max(1.0, more) * before, rel=1e-5)
 
 
@@ -200,9 +201,10 @@ def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
     weight, bias = make_norm(kind, columns)
     dresidual = normal(rows, columns) if with_dresidual else None
     scale, amax = scale_and_amax()
-    _, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
+    forward = Quantization(scale, amax.clone(), E4M3)
+    _, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, forward)
     inputs = normal(rows, columns), x, mean, rstd, weight, dresidual
-    quantization = (scale, amax, E5M2) if "FP8" in wanted else None
+    quantization = Quantization(scale, amax, E5M2) if "FP8" in wanted else None
     with_dbranch_bias = "dbranch_bias" in wanted
     dx, quantized, dbranch_bias, *gradients = fast_casts.norm_backward(
         *inputs, quantization, with_dbranch_bias)
@@ -212,7 +214,7 @@ def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
         # of the dx that was computed. Triton computes wide rows in two layouts, for the BF16 and for the FP8
         # copy, and RMSNorm's mean may differ in its last bit: one value in 10^8 then rounds differently.
         expected_amax = torch.zeros_like(amax)
-        expected = fast_casts.quantize_reference(dx, scale, expected_amax, E5M2)
+        expected = fast_casts.quantize_reference(dx, Quantization(scale, expected_amax, E5M2))
         assert_fp8(quantized, amax, expected, expected_amax, scale, share=1e-6)
     else:
         assert quantized is None and amax.item() == 0
@@ -233,9 +235,10 @@ def test_norm_backward_of_nan(kind):
     weight, bias = make_norm(kind, 144)
     scale, amax = scale_and_amax(amax=100.0)
     dy[5, 130] = float("nan")
-    residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
+    forward = Quantization(scale, amax.clone(), E4M3)
+    residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, forward)
     dx, (rowwise, columnwise, _), dbranch_bias, dweight, _ = fast_casts.norm_backward(
-        dy, residual, mean, rstd, weight, None, (scale, amax, E5M2), True)
+        dy, residual, mean, rstd, weight, None, Quantization(scale, amax, E5M2), True)
     for values in (dx, rowwise.float(), columnwise.float().T):
         rows = values.isnan().all(1).nonzero().tolist()
         assert rows == [[5]] and values.isnan().sum() == 144
@@ -255,18 +258,21 @@ def make_activation(activation, rows, columns, size=2.0, with_bias=True):
 def check_activation(activation, x, bias, dy, fp8_dtypes=(E4M3, E5M2), scale=50.0):
     """Compare output and gradients with the reference's; return the FP8 data of output and dx."""
     scale, amax = scale_and_amax(scale)
-    y = fast_casts.activate(activation, x, bias, scale, amax, fp8_dtypes[0])
+    forward = Quantization(scale, amax, fp8_dtypes[0])
+    y = fast_casts.activate(activation, x, bias, forward)
     expected_amax = torch.zeros_like(amax)
-    expected = fast_casts.activate_reference(activation, x, bias, scale, expected_amax, fp8_dtypes[0])
+    expected = fast_casts.activate_reference(
+        activation, x, bias, Quantization(scale, expected_amax, fp8_dtypes[0]))
     assert_fp8(y, amax, expected, expected_amax, scale)
     if len(x) > 16:  # smaller values of a second micro-batch leave the amax as it is
         amax.clamp_(min=1e3)
         before = amax.item()
-        fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8_dtypes[0])
+        fast_casts.activate(activation, x[:16] / 4, None, forward)
         assert amax.item() == before
-    dx, dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), fp8_dtypes[1])
+    dx, dbias = fast_casts.activate_backward(
+        activation, dy, x, bias, Quantization(scale, amax.zero_(), fp8_dtypes[1]))
     expected, exact_dbias = fast_casts.activate_backward_reference(
-        activation, dy, x, bias, scale, expected_amax.zero_(), fp8_dtypes[1])
+        activation, dy, x, bias, Quantization(scale, expected_amax.zero_(), fp8_dtypes[1]))
     assert_fp8(dx, amax, expected, expected_amax, scale)
     assert_close(dbias, exact_dbias, len(x))
     # the same without FP8
@@ -325,8 +331,8 @@ CAST_SHAPES = [(64, 128), (80, 272), *(on_gpu(*shape) for shape in LARGE)]
 def check_cast(x, scale, amax, fp8_dtype):
     """Compare a cast with the reference. The input is BF16, so all bytes are equal. Return the FP8 tensor."""
     expected_amax = amax.clone()
-    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8_dtype)
-    quantized, dbias = fast_casts.cast(x, scale, amax, fp8_dtype, with_dbias=True)
+    expected = fast_casts.quantize_reference(x, Quantization(scale, expected_amax, fp8_dtype))
+    quantized, dbias = fast_casts.cast(x, Quantization(scale, amax, fp8_dtype), with_dbias=True)
     assert torch.equal(bytes_of(quantized[0]), bytes_of(expected[0]))
     assert_fp8(quantized, amax, expected, expected_amax, scale, share=0)
     assert_close(dbias, x.double().sum(0), len(x))
@@ -352,14 +358,14 @@ def test_cast(rows, columns, fp8_dtype):
 @pytest.mark.parametrize("rows, columns", CAST_SHAPES)
 def test_a_cast_into_memory_that_is_there(rows, columns, fp8_dtype):
     x = normal(rows, columns, size=2.0)
-    scale, amax = scale_and_amax(amax=1e5)
-    quantized, dbias = fast_casts.cast(x, scale, amax, fp8_dtype)
+    quantization = Quantization(*scale_and_amax(amax=1e5), fp8_dtype)
+    quantized, dbias = fast_casts.cast(x, quantization)
     out = fast_casts.allocate_fp8(x, rows, columns, fp8_dtype)
-    written, _ = fast_casts.cast(x, scale, amax, fp8_dtype, out=out)
+    written, _ = fast_casts.cast(x, quantization, out=out)
     assert all(a is b for a, b in zip(written, out, strict=True))
     assert_equal_fp8(written, quantized)
     assert dbias is None
-    assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
+    assert quantization.amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
 @pytest.mark.parametrize("fp8_dtype", TYPES)
@@ -368,8 +374,8 @@ def test_a_cast_of_nan_and_infinity(fp8_dtype):
     x[3, 4], x[5, 6], x[7, 8] = float("nan"), float("inf"), -float("inf")
     scale, amax = scale_and_amax()
     expected_amax = amax.clone()
-    expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8_dtype)
-    quantized, _ = fast_casts.cast(x, scale, amax, fp8_dtype)
+    expected = fast_casts.quantize_reference(x, Quantization(scale, expected_amax, fp8_dtype))
+    quantized, _ = fast_casts.cast(x, Quantization(scale, amax, fp8_dtype))
     assert_fp8(quantized, amax, expected, expected_amax, scale, share=0)
     values = quantized[0].float()
     assert values.isnan().sum() == 1 and amax.item() == float("inf")
@@ -390,7 +396,7 @@ def test_cast_all(shapes, fp8_dtype):
     rowwise, columnwise, scale_inv = map(list, zip(*outputs))
     fast_casts.cast_all(tensors, rowwise, columnwise, scale_inv, scales, amaxes)
     for x, out, scale, amax, expected_amax in zip(tensors, outputs, scales, amaxes, expected_amaxes):
-        expected, _ = fast_casts.cast(x, scale, expected_amax, fp8_dtype)
+        expected, _ = fast_casts.cast(x, Quantization(scale, expected_amax, fp8_dtype))
         assert_equal_fp8(out, expected)
         assert torch.equal(amax, expected_amax)
 
@@ -412,8 +418,8 @@ def test_reduce_rows(shape, dtype):
 
 def test_operations_are_registered():
     x, (weight, bias), ops = normal(16, 32), make_norm("LayerNorm", 32), torch.ops.fast_kernels
-    scale, amax = quantization = scale_and_amax()  # each operation raises the amax, which shows in the schema
-    _, _, mean, rstd = fast_casts.norm_reference(x, x, None, weight, bias, EPS, scale, amax.clone(), E4M3)
+    _, amax = quantization = scale_and_amax()  # each operation raises the amax, which shows in the schema
+    _, _, mean, rstd = fast_casts.norm_bf16_reference(x, x, None, weight, bias, EPS)
     out, half = make_fp8(16, 32), x[:, :16].contiguous()
     for op, arguments in (
         (ops.norm, (x, x, x[0], weight, bias, EPS, *quantization, E4M3)),
@@ -437,23 +443,23 @@ def make_fp8(*shape, dtype=E4M3):
 
 
 @pytest.mark.parametrize("call, problem", [
-    (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *q), r"\(32, 48\) works"),
-    (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch .* be \(32, 48\)"),
-    (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, *q), r"branch_bias .* \(48,\)"),
-    (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *q), "at most 16384"),
+    (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, q), r"\(32, 48\) works"),
+    (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, q), r"branch .* be \(32, 48\)"),
+    (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, q), r"branch_bias .* \(48,\)"),
+    (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, q), "at most 16384"),
     (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual .* must be"),
-    (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
-    (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
-    (lambda x, q: fast_casts.cast(x, *q, out=make_fp8(32, 32)), r"rowwise .* be \(32, 48\)"),
-    (lambda x, q: fast_casts.cast(x, *q, out=make_fp8(32, 48, dtype=E5M2)), "rowwise .* torch.float8_e4m3fn"),
+    (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), q), r"\(32, 48\) works"),
+    (lambda x, q: fast_casts.cast(x[:, :32], q), "must be a contiguous"),
+    (lambda x, q: fast_casts.cast(x, q, out=make_fp8(32, 32)), r"rowwise .* be \(32, 48\)"),
+    (lambda x, q: fast_casts.cast(x, q, out=make_fp8(32, 48, dtype=E5M2)), "rowwise .* torch.float8_e4m3fn"),
     (lambda x, q: fast_casts.cast_all(*([t] for t in (x, *make_fp8(32, 32), *q[:2]))), r"must be \(32, 48\)"),
     (lambda x, q: fast_casts.cast_all(*([t] for t in (x.float(), *make_fp8(32, 48), *q[:2]))),
      "bfloat16 matrix"),
-    (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "contiguous bfloat16 matrix"),
-    (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
-    (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
-    (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], *q), r"bias .* \(48,\)"),
-    (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), r"dy .* be \(32, 48\)")])
+    (lambda x, q: fast_casts.activate("gelu", x.float(), None, q), "contiguous bfloat16 matrix"),
+    (lambda x, q: fast_casts.activate("tanh", x, None, q), "must be one of gelu, relu"),
+    (lambda x, q: fast_casts.activate("swiglu", x, None, q), "64 works"),
+    (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], q), r"bias .* \(48,\)"),
+    (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, q), r"dy .* be \(32, 48\)")])
 def test_unsupported_inputs_raise(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(normal(32, 48), (*scale_and_amax(), E4M3))
@@ -491,22 +497,22 @@ def test_more_than_2_to_the_31_elements(name):
     assert x.numel() > 2**31
 
     def run(x):
-        quantization = (*scale_and_amax(), E4M3)
+        quantization = Quantization(*scale_and_amax(), E4M3)
         if name == "norm":
-            yield fast_casts.norm(x, None, None, few[0], few[1], EPS, *quantization)[1]
+            yield fast_casts.norm(x, None, None, few[0], few[1], EPS, quantization)[1]
         elif name == "norm_backward":
             rstd = torch.ones(len(x), device="cuda")
             yield fast_casts.norm_backward(x, x, None, rstd, few[0], None, quantization)[1]
         elif name == "cast":
-            yield fast_casts.cast(x, *quantization)[0]
+            yield fast_casts.cast(x, quantization)[0]
         elif name == "cast_all":
             out = fast_casts.allocate_fp8(x, *x.shape, E4M3)
             fast_casts.cast_all(*([t] for t in (x, *out, *quantization[:2])))
             yield out
         else:
-            yield fast_casts.activate(name, x, None, *quantization)
+            yield fast_casts.activate(name, x, None, quantization)
             dy = x[:, :columns // 2].contiguous() if name == "swiglu" else x
-            yield fast_casts.activate_backward(name, dy, x, None, *quantization)[0]
+            yield fast_casts.activate_backward(name, dy, x, None, quantization)[0]
 
     for (rowwise, columnwise, _), (expected, _, _) in zip(run(x), run(few)):
         assert torch.equal(bytes_of(rowwise[-128:]), bytes_of(expected)) and expected.float().any()
