@@ -73,7 +73,7 @@ ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --
 
 # Prefixes of arms, longest first. Stored runs have some of a size that is gone: small-.
 PREFIXES = ("small-modern-", "small-", "modern-", "350m-", "")
-# Of Student's t, for 1, 2… degrees of freedom.
+# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
@@ -163,10 +163,12 @@ def summarize(runs: list[dict]) -> list[dict]:
             "gap_without_fp8_interval": interval_of(gaps_without_fp8),
             "seconds": median_seconds(by_seed, final, baseline_of(arm)),
         })
+    seconds = {(row["arm"], row["tokens"]): row["seconds"] for row in rows}
     for row in rows:
+        key = (row["arm"], row["tokens"])
         bf16 = baseline_of(row["arm"])
-        over_bf16 = speed_to_loss(row, bf16, rows, final)
-        over_nanogpt = speed_to_loss(row, bf16.replace("bf16", "nanogpt"), rows, final)
+        over_bf16 = speed_to_loss(key, bf16, seconds, final)
+        over_nanogpt = speed_to_loss(key, bf16.replace("bf16", "nanogpt"), seconds, final)
         row["seconds_to_bf16_loss"] = over_bf16.seconds
         row["loss_matched_speedup"] = over_bf16.speedup
         row["loss_matched_interval"] = over_bf16.interval
@@ -189,52 +191,55 @@ def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
 
 
 class SpeedToLoss(NamedTuple):
-    """How fast an arm reaches the loss of another; None: unknown."""
+    """How fast an arm reaches the loss of another."""
 
-    seconds: float | None = None  # training time after which it ends at that loss
-    speedup: float | None = None  # the other arm's time over this
-    interval: list[float] | None = None  # of the speed-up, 95 %
+    seconds: float | None  # training time after which it ends at that loss
+    speedup: float | None  # the other arm's time over this
+    interval: list[float] | None  # of the speed-up, 95 %
 
 
-def speed_to_loss(row: dict, baseline: str, rows: list[dict], final: dict) -> SpeedToLoss:
-    """Return how fast row's arm reaches the loss of the arm `baseline` at the same number of tokens.
+UNKNOWN = SpeedToLoss(None, None, None)
 
-    It ends there after seconds · (nearest / tokens)^(gap / fall). `nearest` is another length of its runs, in
-    tokens; `gap` is how much its loss is above the other arm's, `fall` how much above its own at `nearest`,
-    both means over the seeds. Unknown if the loss is not between the two lengths.
+
+def speed_to_loss(key: tuple, baseline: str, seconds: dict, final: dict) -> SpeedToLoss:
+    """Return how fast the runs of a key (arm, tokens) reach the loss of the arm `baseline` at as many tokens.
+
+    They end there after their seconds · (nearest / tokens)^(gap / fall). `nearest` is another length of the
+    arm's runs, in tokens; `gap` is how much its loss is above the other arm's, `fall` how much above its own
+    at `nearest`, both means over the seeds. Unknown if the loss is not between the two lengths.
+
+    seconds: {(arm, tokens): training time}.
     """
-    arm = row["arm"]
-    tokens = row["tokens"]
-    own = final[arm, tokens]
-    if any("switch_step" in record for record in own.values()):  # its seconds are of a part of the run
-        return SpeedToLoss()
-    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, tokens)), None)
-    if other is None or not row["seconds"] or not other["seconds"]:
-        return SpeedToLoss()
-    if other is row:
-        return SpeedToLoss(row["seconds"], 1.0)
-    lengths = [r["tokens"] for r in rows if r["arm"] == arm and r is not row]
-    if not lengths:
-        return SpeedToLoss()
-    nearest = min(lengths, key=lambda length: abs(math.log(length / tokens)))
+    arm, tokens = key
+    own_seconds = seconds[key]
+    other_seconds = seconds.get((baseline, tokens))
+    is_timed_in_part = any("switch_step" in record for record in final[key].values())
+    if is_timed_in_part or not own_seconds or not other_seconds:
+        return UNKNOWN
+    if arm == baseline:
+        return SpeedToLoss(own_seconds, 1.0, None)
 
-    gaps = losses_above(own, final[baseline, tokens])
-    falls = losses_above(own, final[arm, nearest])
-    if not gaps or not falls:
-        return SpeedToLoss()
-    gap = statistics.mean(gaps)
-    fall = statistics.mean(falls)
-    if not 0 <= gap / fall <= 1:
-        return SpeedToLoss()
+    nearest = nearest_length(arm, tokens, final)
+    gaps = losses_above(final[key], final[baseline, tokens])
+    falls = losses_above(final[key], final.get((arm, nearest), {}))
+    gap = mean_of(gaps)
+    fall = mean_of(falls)
+    if gap is None or fall is None or not 0 <= gap / fall <= 1:
+        return UNKNOWN
 
     def seconds_to_close(gap):
-        return row["seconds"] * (nearest / tokens) ** (gap / fall)
+        return own_seconds * (nearest / tokens) ** (gap / fall)
 
-    seconds = seconds_to_close(gap)
     interval = interval_of(gaps)
     if interval is not None:
-        interval = sorted(other["seconds"] / seconds_to_close(bound) for bound in interval)
-    return SpeedToLoss(seconds, other["seconds"] / seconds, interval)
+        interval = sorted(other_seconds / seconds_to_close(bound) for bound in interval)
+    return SpeedToLoss(seconds_to_close(gap), other_seconds / seconds_to_close(gap), interval)
+
+
+def nearest_length(arm: str, tokens: int, final: dict) -> int | None:
+    """Return the other length of an arm's runs that is nearest to `tokens`, in the logarithm."""
+    lengths = [length for name, length in final if name == arm and length != tokens]
+    return min(lengths, key=lambda length: abs(math.log(length / tokens)), default=None)
 
 
 def losses_above(own: dict, others: dict) -> list[float]:

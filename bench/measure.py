@@ -97,7 +97,7 @@ class Agreement:
     """
 
     def __init__(self):
-        self.first = {}  # micro-batches per step: (arm, gradient norm)
+        self.references = {}  # {micro-batches per step: (first arm, its gradient norm)}
 
     def verify(self, arm, training, batches) -> dict:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
@@ -109,17 +109,18 @@ class Agreement:
         if not abs(loss - expected_loss) < 0.3:  # NaN is refused, too
             raise RuntimeError(
                 f"numerics: a loss of {loss:.3f} at initialization, not about {expected_loss:.3f}")
-        if config.grad_accum not in self.first:
-            self.first[config.grad_accum] = (arm, norm)
-        first, expected = self.first[config.grad_accum]
-        if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
-            raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
-        for _ in range(4):  # a step returns the loss before its update: the last one's is that after three
-            last, _ = training(batches, CHECKED_LR)
-        last = last.item()
-        if not last < loss:
-            raise RuntimeError(f"numerics: the loss is {last:.5g} after three steps, from {loss:.5g}")
-        return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
+        if config.grad_accum not in self.references:
+            self.references[config.grad_accum] = (arm, norm)
+        reference_arm, expected_norm = self.references[config.grad_accum]
+        if not (norm > 0 and abs(norm / expected_norm - 1) < CLOSE):
+            raise RuntimeError(
+                f"numerics: a gradient norm of {norm:.5g}, and {expected_norm:.5g} in {reference_arm}")
+        for _ in range(4):  # the fourth step returns the loss after three updates
+            later_loss, _ = training(batches, CHECKED_LR)
+        later_loss = later_loss.item()
+        if not later_loss < loss:
+            raise RuntimeError(f"numerics: the loss is {later_loss:.5g} after three steps, from {loss:.5g}")
+        return {"loss": loss, "grad_norm": norm, "loss_fall": loss - later_loss}
 
 
 def phases_ms(training, batch, device, passes) -> dict:

@@ -61,6 +61,14 @@ def fill(cell, row):
         return ""
 
 
+def column_of(cell, rows):
+    """Fill the format of a column's cells from each row. KeyError if all would be empty."""
+    cells = [fill(cell, row) for row in rows]
+    if not any(cells):
+        raise KeyError(f"{cell}: no row has these fields")
+    return cells
+
+
 def unique(values):
     """Return each value once, in their order, without None and empty strings."""
     return list(dict.fromkeys(value for value in values if value))
@@ -107,8 +115,7 @@ def section(heading, text, files, columns, rows=None):
             row["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
     lines = [f"## {heading}", "", textwrap.fill(" ".join(text.split()), 108), ""]
     lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    for row in rows:
-        cells = [fill(cell, row) for cell in columns.values()]
+    for cells in zip(*[column_of(cell, rows) for cell in columns.values()]):
         lines.append(f"| {' | '.join(cells)} |")
     origins = [origin_of_file(name) for name in files]
     return "\n".join([*lines, "", "```text", *origins, "```", ""])

@@ -105,21 +105,6 @@ def is_allowed(choice: dict) -> bool:
     return not any(pair.items() <= options.items() for pair in refused_pairs())
 
 
-def complete(start: dict, values: dict) -> dict | None:
-    """Return the first choice that has the values of `start`; None if each would be refused."""
-    if not is_allowed(start):
-        return None
-    missing = [option for option in values if option not in start]
-    if not missing:
-        return {option: start[option] for option in values}  # in the order of all choices
-    option = missing[0]
-    for value in values[option]:
-        choice = complete(start | {option: value}, values)
-        if choice is not None:
-            return choice
-    return None
-
-
 def pairs_of(choice: dict) -> set:
     """Return the pairs ((option, value), (option, value)) that stand together in a choice."""
     return set(itertools.combinations(choice.items(), 2))
@@ -135,8 +120,9 @@ def all_pairs(values: dict) -> list:
 
 
 def allowed_pairs(values: dict) -> list:
-    """Return the pairs that stand together in some choice that train.py takes."""
-    return [pair for pair in all_pairs(values) if complete(dict(pair), values) is not None]
+    """Return the pairs that train.py takes, with those options that have one value only."""
+    fixed = {option: some[0] for option, some in values.items() if len(some) == 1}
+    return [pair for pair in all_pairs(values) if is_allowed(fixed | dict(pair))]
 
 
 def covering_choices(stack: str) -> list[dict]:
@@ -150,31 +136,32 @@ def covering_choices(stack: str) -> list[dict]:
     choices = []
     while starts or missing:
         start = starts.pop(0) if starts else dict(missing[0])
-        choice = complete_with(missing, start, values)
+        choice = complete(start, values, missing)
         choices.append(choice)
         found = pairs_of(choice)
         missing = [pair for pair in missing if pair not in found]
     return choices
 
 
-def complete_with(missing: list, start: dict, values: dict) -> dict:
-    """Return a choice that has the values of `start`. One option after the other gets the value that makes
-    most of the missing pairs with those before it."""
+def complete(start: dict, values: dict, missing=()) -> dict:
+    """Return a choice that has the values of `start`. One option after the other gets the allowed value that
+    makes most of the missing pairs with those before it, and of several such values the first.
+
+    An option that has several values has one that is refused with no other, so there always is one.
+    """
     choice = start
     for option in values:
-        if option in choice:
-            continue
-        candidates = []
-        for value in values[option]:
-            candidate = choice | {option: value}
-            if complete(candidate, values) and (is_slow(start) or not is_slow(candidate)):
-                candidates.append(candidate)
-
-        def count_new(candidate):
-            return sum(dict(pair).items() <= candidate.items() for pair in missing)
-
-        choice = max(candidates, key=count_new)
+        if option not in choice:
+            candidates = [choice | {option: value} for value in values[option]]
+            candidates = [candidate for candidate in candidates if is_allowed(candidate)]
+            if not is_slow(start):
+                candidates = [candidate for candidate in candidates if not is_slow(candidate)]
+            choice = max(candidates, key=lambda candidate: count_found(missing, candidate))
     return {option: choice[option] for option in values}
+
+
+def count_found(pairs, choice: dict) -> int:
+    return sum(dict(pair).items() <= choice.items() for pair in pairs)
 
 
 # ---------------------------------------------------------------- rows

@@ -62,7 +62,7 @@ def grouped(runs: list[Run], size: int) -> list[list[Run]]:
     """Return the runs in groups of up to `size` that have the same environment and number of ranks."""
     alike = defaultdict(list)
     for run in runs:
-        key = run.ranks, *run.environment.items()
+        key = (run.ranks, *run.environment.items())
         alike[key].append(run)
     groups = []
     for some in alike.values():
@@ -80,9 +80,9 @@ def results_of_group(runs: list[Run], folder: Path):
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(runs[0].ranks)]
     found = set()
     while len(found) < len(runs):
-        left = [run for run in runs if run.name not in found]
+        missing = [run for run in runs if run.name not in found]
         file = folder / "runs.json"
-        file.write_text(json.dumps([dataclasses.asdict(run) for run in left]))
+        file.write_text(json.dumps([dataclasses.asdict(run) for run in missing]))
         with open(log, "a") as stderr:
             process = subprocess.Popen(
                 [*launcher, str(ROOT / "bench/pair_runs.py"), str(file)], cwd=folder, text=True,
@@ -94,10 +94,11 @@ def results_of_group(runs: list[Run], folder: Path):
                 found.add(result["name"])
                 yield result | {"log": str(log)}
         code = process.wait()
-        if left[0].name not in found:  # this one ended its process
-            found.add(left[0].name)
+        first_name = missing[0].name
+        if first_name not in found:  # this one ended its process
+            found.add(first_name)
             error = f"its process ended with code {code}"
-            yield {"name": left[0].name, "error": error, "log": str(log)}
+            yield {"name": first_name, "error": error, "log": str(log)}
 
 
 # ---------------------------------------------------------------- in a process

@@ -43,6 +43,7 @@ from typing import Literal
 import torch
 
 import train
+from bench.convergence import interval_of, visible_gpus
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, markdown, write_json
 from bench.step import free
@@ -79,8 +80,6 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
     "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2),
 }
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
-# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
 @dataclass
@@ -118,23 +117,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Part:
-    """Steps `first` to `last` of a run, trained as one arm. Steps 1 to 0: the initial weights."""
+    """Steps of a run, trained as one arm. Steps 1 to 0: the initial weights."""
 
     arm: str
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     folder: Path  # of its checkpoints, inside that of the part before it
 
 
 def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     """Return the parts of a run, without those that have no step."""
-    start, stop, end = options.step_at(options.start), options.step_at(options.stop), end_step(options)
+    start = options.step_at(options.start)
+    stop = options.step_at(options.stop)
     folder = options.out_dir / f"{options.size}-{options.steps}steps-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
-    for name, first, last in ((BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end)):
-        if first <= last:
-            folder = folder / f"{name}-{first}-{last}"
-            parts.append(Part(name, first, last, folder))
+    for name, first_step, last_step in (
+            (BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end_step(options))):
+        if first_step <= last_step:
+            folder = folder / f"{name}-{first_step}-{last_step}"
+            parts.append(Part(name, first_step, last_step, folder))
     return parts
 
 
@@ -144,7 +145,7 @@ def end_step(options: Options) -> int:
 
 def is_complete(part: Part) -> bool:
     newest = checkpoint.latest(part.folder)
-    return newest is not None and checkpoint.step_of(newest) == part.last
+    return newest is not None and checkpoint.step_of(newest) == part.last_step
 
 
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
@@ -170,7 +171,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     gradients = make_gradients(model, config.grad_accum)
 
     trained = {"losses": [], "ms_per_step": []}  # so far, of this part
-    next_step = part.first
+    next_step = part.first_step
     unfinished = checkpoint.latest(part.folder)
     if unfinished is not None:
         checkpoint.load(unfinished, model, optimizer)
@@ -187,13 +188,13 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     pending = []  # losses on the device
     times = [time.monotonic()]
     step = next_step - 1
-    while step < part.last and times[-1] < deadline:
+    while step < part.last_step and times[-1] < deadline:
         step += 1
         optimizer.set_lr(learning_rate(step, config))
         loss = train.run_micro_batches(functions.forward_backward, loader.batches(step))
         functions.update()
         pending.append(loss)
-        if step % CHUNK == 0 or step == part.last:
+        if step % CHUNK == 0 or step == part.last_step:
             loss.item()  # waits for the GPU
             times.append(time.monotonic())
     meta = {
@@ -202,7 +203,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
         "machine": recipes.describe(),
         "commit": commit(),
     }
-    if step == part.last:
+    if step == part.last_step:
         val_loader = Loader(config, "val", Ranks(), device)
         meta["val_loss"] = validation_loss(config, model, val_loader)
         if recipes.uses_fp8(model):
@@ -256,14 +257,6 @@ def train_seeds(options: Options) -> bool:
                 source = part.folder
             print(f"{options.size} seed {seed} {arm}: done", flush=True)
     return True
-
-
-def visible_gpus() -> list[str]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible:
-        return visible.split(",")
-    return [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
 
 
 def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
@@ -349,16 +342,6 @@ def pair_of(run: dict) -> tuple:
 def training_loss(run: dict) -> float:
     """Return the mean training loss over the last tenth of a whole run's steps, or as many of a window."""
     return statistics.mean(run["losses"][-max(1, run["steps"] // 10):])
-
-
-def interval_of(values: list[float]) -> list[float] | None:
-    """Return the 95 % interval of the mean, of the t distribution; None for one value."""
-    if len(values) < 2:
-        return None
-    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.mean(values)
-    return [mean - half, mean + half]
 
 
 def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:

@@ -65,23 +65,18 @@ def train(rows: list[Row], folder: Path, jobs: int):
     """Train rows; yield (row, its result, that of its plain row) when both have ended."""
     corpora = f"{folder}/corpora"
     make_corpora(corpora)
-    runs = {}  # {name: run}; equal rows have equal names
-    left = []  # (row, name of its run, name of its plain row's)
-    for row in rows:
-        run = run_of(row, corpora, resumes=True)
-        runs[run.name] = run
-    for row in rows:
-        plain = run_of(row.plain(), corpora, resumes=False)
-        runs.setdefault(plain.name, plain)  # unless it is a row, too
-        left.append((row, row.command(corpora), plain.name))
+    own_runs = [run_of(row, corpora, resumes=True) for row in rows]
+    plain_runs = [run_of(row.plain(), corpora, resumes=False) for row in rows]
+    runs = {run.name: run for run in plain_runs + own_runs}  # a run that is in both lists resumes
+    waiting = list(zip(rows, own_runs, plain_runs))
     results = {}
     for result in results_of(list(runs.values()), folder, jobs):
         results[result["name"]] = result
-        for entry in list(left):
-            row, name, plain_name = entry
-            if name in results and plain_name in results:
-                left.remove(entry)
-                yield row, results[name], results[plain_name]
+        for item in list(waiting):
+            row, run, plain_run = item
+            if run.name in results and plain_run.name in results:
+                waiting.remove(item)
+                yield row, results[run.name], results[plain_run.name]
 
 
 def run_of(row: Row, corpora: str, resumes: bool) -> Run:
@@ -230,7 +225,7 @@ class Options:
 def main(argv=None) -> int:
     options = parse(Options, argv, prog="bench/pairs.py", description=__doc__)
     if options.page:
-        PAGE.write_text(page())
+        PAGE.write_text(pair_refusals.page(OPTIONS))
         return 0
     folder = Path(options.folder or ROOT / f"out/pairs-{options.part}").resolve()
     corpora = f"{folder}/corpora"
@@ -267,22 +262,17 @@ def train_rows(rows: list[Row], folder: Path, options: Options, argv: list) -> t
     """Train the rows of a part and print the outcome of each -> ({stack: choices that are right}, failed)."""
     trained = {stack: [] for stack in STACKS}
     failed = 0
-    for number, (row, found, plain) in enumerate(train(rows, folder, options.jobs), 1):
-        problems = problems_of(row, found, plain)
+    for number, (row, result, plain_result) in enumerate(train(rows, folder, options.jobs), 1):
+        problems = problems_of(row, result, plain_result)
         if problems:
             failed += 1
         else:
             trained[row.stack].append(row.choice)
         state = "FAILED" if problems else "trained"
-        print("\n    ".join([f"{number}/{len(rows)} {state}: {found['name']}", *problems]), flush=True)
+        print("\n    ".join([f"{number}/{len(rows)} {state}: {result['name']}", *problems]), flush=True)
         if options.json:
             write_part(Path(options.json), options.part, trained, failed, argv)
     return trained, failed
-
-
-def page() -> str:
-    """Return the text of guide/pairs.md."""
-    return pair_refusals.page(OPTIONS)
 
 
 if __name__ == "__main__":

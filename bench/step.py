@@ -34,9 +34,9 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
               micro_batch_size=2, seq_len=32)
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
-WORDS = {  # {word in the name of a bf16 or fp8 arm: options of train.py}
+ARM_WORDS = {  # word in the name of a bf16 or fp8 arm -> options of train.py
     "eager": {"cuda_graph": "off"},
-    "libraries": {"attention": "sdpa", "model": "optimized"},  # TE's modules, PyTorch's attention, FastAdam
+    "libraries": {"attention": "sdpa", "model": "optimized"},  # FastAdam stays
     "te_modules": {"model": "optimized"},
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
@@ -45,30 +45,41 @@ WORDS = {  # {word in the name of a bf16 or fp8 arm: options of train.py}
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
 }
-NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # words that end with the value: accum4
-FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
-    name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
+ARM_NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # with a number behind them: accum4
+FP8_ARM_WORDS = {
+    "e4m3": {"fp8_format": "e4m3"},
+    "hybrid": {"fp8_format": "hybrid"},
+    "current": {"fp8_recipe": "current"},
+    "block": {"fp8_recipe": "block"},
+    "mxfp8": {"fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp8_recipe": "nvfp4"},
+}
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for an arm; plain arms have those of bf16. Raise ValueError for any other."""
-    kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
-    known = WORDS | {model: {"model": model} for model in models.MODELS}
-    for word in words:
-        match = re.fullmatch(f"({'|'.join(NUMBERS)})([1-9][0-9]*)", word)
-        if match:
-            name, count = match.groups()
-            known[word] = {NUMBERS[name]: int(count)}
-    if kind == "fp8":
-        known |= FP8_WORDS
-    has_unknown_word = any(word not in known for word in words)
-    if kind not in ("bf16", "fp8") or has_unknown_word:
+    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
+    name = "bf16" if arm in PLAIN_ARMS else arm
+    precision, *words = name.split("-")
+    options = [options_of_word(word, precision) for word in words]
+    if precision not in ("bf16", "fp8") or None in options:
         raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
                          "words of benchmark_te.py --help, such as fp8-current")
-    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
-    for word in words:
-        changes |= known[word]
+    changes = {"fp8_recipe": "delayed" if precision == "fp8" else "none"}
+    for of_word in options:
+        changes |= of_word
     return dataclasses.replace(config, **changes)
+
+
+def options_of_word(word: str, precision: str) -> dict | None:
+    """Return the options of train.py for a word in the name of an arm; None if it is unknown."""
+    if word in models.MODELS:
+        return {"model": word}
+    match = re.fullmatch("([a-z]+)([1-9][0-9]*)", word)
+    if match and match[1] in ARM_NUMBERS:
+        return {ARM_NUMBERS[match[1]]: int(match[2])}
+    if precision == "fp8" and word in FP8_ARM_WORDS:
+        return FP8_ARM_WORDS[word]
+    return ARM_WORDS.get(word)
 
 
 def make_config(options: dict, device, block="gpt2") -> TrainConfig:

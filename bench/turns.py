@@ -82,11 +82,12 @@ def compare(case: str, trees: list[Path]) -> list[dict]:
             side.end()
     rows = []
     for name in losses[0]:
-        ms = [[turn[name] for turn in turns] for turns in found]
-        ratios = [first / second for first, second in zip(*ms)]
+        old_ms = [turn[name] for turn in found[0]]
+        new_ms = [turn[name] for turn in found[1]]
+        ratios = [old / new for old, new in zip(old_ms, new_ms)]
         rows.append({
-            "case": case, "function": name, "ms": ms,
-            "median_ms": [statistics.median(values) for values in ms],
+            "case": case, "function": name, "ms": [old_ms, new_ms],
+            "median_ms": [statistics.median(old_ms), statistics.median(new_ms)],
             "ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)],
             "loss": [side[name] for side in losses]})
     return rows
@@ -111,9 +112,9 @@ def main() -> None:
         if "error" in row:
             print(row["case"], row["error"])
             continue
-        first, second = row["median_ms"]
+        old, new = row["median_ms"]
         low, high = row["ratio_range"]
-        print(f"{row['case']:16} {row['function']:16} {first:8.3f} -> {second:8.3f} ms, "
+        print(f"{row['case']:16} {row['function']:16} {old:8.3f} -> {new:8.3f} ms, "
               f"speed {row['ratio']:.4f} [{low:.4f}, {high:.4f}]  "
               f"loss {row['loss'][0]:.4f} {row['loss'][1]:.4f}")
 

@@ -60,7 +60,8 @@ def test_the_rows_have_every_pair_that_is_not_refused(stack):
 
 
 def test_the_page_is_that_of_the_code():
-    assert pairs.PAGE.read_text() == pairs.page(), "python bench/pairs.py --page writes it"
+    page = pair_refusals.page(pair_rows.OPTIONS)
+    assert pairs.PAGE.read_text() == page, "python bench/pairs.py --page writes it"
 
 
 def test_the_rows_of_a_part_are_read_by_the_others(tmp_path):
