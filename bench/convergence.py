@@ -79,8 +79,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 @dataclass
 class Options:
-    # Arms to train, of ARMS; one may end in @LR for another peak learning rate, such as bf16@1e-3.
-    arms: list[str] = field(default_factory=lambda: ["bf16", "fp8"])
+    arms: list[str] = field(default_factory=lambda: ["bf16", "fp8"])  # Of ARMS. bf16@1e-3: with another --lr.
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     tokens: float = 1e8  # Tokens a run trains on.
     lr: str = "1.2e-3"  # Peak learning rate, which becomes part of an arm's name. BF16's best of four.

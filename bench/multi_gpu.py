@@ -104,12 +104,12 @@ def peak_gib(training, device, occupied) -> float | None:
 
 
 def warm(training, batches, device) -> list[float]:
-    """Run steps that change nothing; return loss and gradient norm of the first."""
+    """Run steps that change nothing; return their loss and gradient norm."""
     loss, norm = training(batches, 0.0)
-    first = [loss.item(), norm.item()]
+    numbers = [loss.item(), norm.item()]
     for _ in range(measure.WARMUP if device.type == "cuda" else 1):
         training(batches, 0.0)
-    return first
+    return numbers
 
 
 def measure_row(layout, config, options, device) -> dict:

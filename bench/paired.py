@@ -63,7 +63,7 @@ ARMS = {  # {name: options of train.py}
     "fp8": {},
     "fp8-current": dict(fp8_recipe="current"),
     "fp8-block": dict(fp8_recipe="block"),
-    "fp8-e4m3": dict(fp8_format="E4M3"),
+    "fp8-e4m3": dict(fp8_format="e4m3"),
     "fp8-history-1": dict(fp8_amax_history_len=1),
     "fp8-history-16": dict(fp8_amax_history_len=16),
     "fp8-head-bf16": dict(fp8_lm_head=False),
@@ -131,8 +131,8 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     stop = options.step_at(options.stop)
     folder = options.out_dir / f"{options.size}-{options.steps}steps-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
-    for name, first_step, last_step in (
-            (BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end_step(options))):
+    windows = [(BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end_step(options))]
+    for name, first_step, last_step in windows:
         if first_step <= last_step:
             folder = folder / f"{name}-{first_step}-{last_step}"
             parts.append(Part(name, first_step, last_step, folder))
@@ -204,13 +204,19 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
         "commit": commit(),
     }
     if step == part.last_step:
-        val_loader = Loader(config, "val", Ranks(), device)
-        meta["val_loss"] = validation_loss(config, model, val_loader)
-        if recipes.uses_fp8(model):
-            with recipes.turned_off(model):
-                meta["val_loss_without_fp8"] = validation_loss(config, model, val_loader)
+        meta |= validation_losses(config, model, device)
     with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
         checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
+
+
+def validation_losses(config: TrainConfig, model, device) -> dict:
+    """Return the validation loss and, of a model in FP8, that of the same weights without FP8."""
+    loader = Loader(config, "val", Ranks(), device)
+    losses = {"val_loss": validation_loss(config, model, loader)}
+    if recipes.uses_fp8(model):
+        with recipes.turned_off(model):
+            losses["val_loss_without_fp8"] = validation_loss(config, model, loader)
+    return losses
 
 
 def ms_of_chunks(times: list[float]) -> list[float]:
@@ -225,11 +231,12 @@ def load_state(folder: Path, model, optimizer) -> None:
     needed = training_state.weights_of(model)
     kit_names = names_of_kit(model.config.n_layer)
     nanogpt_names = {kit: name for name, kit in kit_names.items()}
+    other_names = kit_names | nanogpt_names
     renamed = {}
     for stored_name, tensor in stored.items():
         name = training_state.parameter_name(stored_name)
-        if name not in needed:
-            stored_name = stored_name.replace(name, (kit_names | nanogpt_names)[name])
+        if name not in needed:  # the other model's
+            stored_name = stored_name.replace(name, other_names[name])
         renamed[stored_name] = tensor
     with torch.no_grad():
         training_state.load_weights(model, renamed)
@@ -268,6 +275,7 @@ def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
     for i, gpu in enumerate(gpus):
         seeds = [str(seed) for seed in options.seeds[i::len(gpus)]]
         if seeds:
+            # of two options --seeds the last one counts
             command = [sys.executable, __file__, *argv, "--seeds", *seeds, "--only-train"]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             processes.append(subprocess.Popen(command, env=environment))
@@ -302,11 +310,11 @@ PAIR = ("size", "tokens", "start", "stop", "end")  # what the runs of a pair hav
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm, size, number of tokens and window: the mean differences from BF16 over the seeds,
     in nats, with their 95 % intervals."""
-    baselines = {}
+    baselines = {}  # {what a pair has in common: BF16's run}
     for run in runs:
         if run["arm"] == BASELINE:
             baselines[pair_of(run)] = run
-    pairs = {}
+    pairs = {}  # {what a row has in common: [(the arm's run, BF16's)]}
     for run in runs:
         baseline = baselines.get(pair_of(run))
         if run["arm"] != BASELINE and baseline is not None:
@@ -350,12 +358,13 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     The arm needs more tokens, by how much BF16's loss falls from this number of tokens to another one, with
     its own learning-rate schedule, interpolated in the logarithm of the tokens. None without such runs.
     """
-    def is_comparable(other):
-        same = [name for name in (*PAIR, "arm") if name not in ("tokens", "end")]
-        return all(other[name] == row[name] for name in same) and other["tokens"] != row["tokens"]
-
-    others = [other for other in rows if is_comparable(other)]
-    if not others or row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
+    is_whole = (row["start"], row["stop"]) == (0.0, 1.0)
+    others = []  # whole runs of other lengths
+    for other in rows:
+        is_same_study = all(other[name] == row[name] for name in ("arm", "size", "start", "stop"))
+        if is_same_study and other["tokens"] != row["tokens"]:
+            others.append(other)
+    if not is_whole or not others or row["speed"] is None:
         return None
     other = min(others, key=lambda other: abs(math.log(other["tokens"] / row["tokens"])))
     fall = row["baseline_training_loss"] - other["baseline_training_loss"]
