@@ -20,7 +20,7 @@ import torch
 from bench.measure import LR, Agreement, Timing, attempt, error_text, measure_arm, timed
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.report import Rows, markdown
-from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config
+from bench.step import BLACKWELL, SHAPES, Training, free, make_batches, make_config, parse_arm
 from nanote import models, recipes
 from nanote.config import PRESETS
 
@@ -135,27 +135,18 @@ def run_formats(options, device, argv) -> int:
     return numerics_failed(rows)
 
 
-def split_arm(arm: str) -> tuple[str, str]:
-    """Return an arm without its model, and the model: ("fp8-e4m3", "custom") of "fp8-e4m3-custom"."""
-    words = arm.split("-")
-    model = "optimized"
-    for word in words:
-        if word in models.MODELS:
-            model = word
-    return "-".join(word for word in words if word != model), model
-
-
 def formats_table(rows) -> str:
     """Return the table of models and formats: ms of forward, backward, both, and the training step."""
     found = {}  # {model: {arm without its model: row}}
     for row in rows:
         if "error" in row or row["arm"] in PLAIN_ARMS:
             continue
-        arm, model = split_arm(row["arm"])
+        arm = parse_arm(row["arm"])
+        name = "-".join([arm.precision, *arm.words])
         total_ms = None
         if "forward_ms" in row:
             total_ms = row["forward_ms"] + row["backward_ms"]
-        found.setdefault(model, {})[arm] = row | {"total_ms": total_ms}
+        found.setdefault(arm.model or "optimized", {})[name] = row | {"total_ms": total_ms}
     lines = []
     for model, by_arm in found.items():
         order = [*FORMATS, *by_arm]  # arms that are no format come last

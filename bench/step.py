@@ -56,24 +56,41 @@ FP8_ARM_WORDS = {
 }
 
 
-def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
-    name = "bf16" if arm in PLAIN_ARMS else arm
+@dataclasses.dataclass
+class Arm:
+    """The name of a bf16 or fp8 arm, taken apart: fp8-e4m3-custom has the word e4m3 and the model custom."""
+
+    precision: str
+    words: list[str]  # of ARM_WORDS, FP8_ARM_WORDS and ARM_NUMBERS
+    model: str | None  # None: the one of its words, or the default
+
+
+def parse_arm(name: str) -> Arm:
     precision, *words = name.split("-")
-    options = [options_of_word(word, precision) for word in words]
-    if precision not in ("bf16", "fp8") or None in options:
-        raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
+    model = None
+    for word in words:
+        if word in models.MODELS:
+            model = word
+    return Arm(precision, [word for word in words if word != model], model)
+
+
+def arm_config(name: str, config: TrainConfig) -> TrainConfig:
+    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
+    arm = parse_arm("bf16" if name in PLAIN_ARMS else name)
+    options = [options_of_word(word, arm.precision) for word in arm.words]
+    if arm.precision not in ("bf16", "fp8") or None in options:
+        raise ValueError(f"--arms {name!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
                          "words of benchmark_te.py --help, such as fp8-current")
-    changes = {"fp8_recipe": "delayed" if precision == "fp8" else "none"}
+    changes = {"fp8_recipe": "delayed" if arm.precision == "fp8" else "none"}
     for of_word in options:
         changes |= of_word
+    if arm.model is not None:
+        changes["model"] = arm.model
     return dataclasses.replace(config, **changes)
 
 
 def options_of_word(word: str, precision: str) -> dict | None:
     """Return the options of train.py for a word in the name of an arm; None if it is unknown."""
-    if word in models.MODELS:
-        return {"model": word}
     match = re.fullmatch("([a-z]+)([1-9][0-9]*)", word)
     if match and match[1] in ARM_NUMBERS:
         return {ARM_NUMBERS[match[1]]: int(match[2])}
