@@ -36,7 +36,7 @@ ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_i
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
 ARM_WORDS = {  # word in the name of a bf16 or fp8 arm -> options of train.py
     "eager": {"cuda_graph": "off"},
-    "libraries": {"attention": "sdpa", "model": "optimized"},  # FastAdam stays
+    "libraries": {"attention": "sdpa", "model": "optimized"},  # TE's modules, PyTorch's attention, FastAdam
     "te_modules": {"model": "optimized"},
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
