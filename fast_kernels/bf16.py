@@ -64,39 +64,47 @@ def _runs_kernels(x, *others):
 
 
 def _setup_add_norm(ctx, inputs, output):
-    *tensors, eps = inputs
+    x, branch, _, weight, bias, ctx.eps = inputs
     residual, _, mean, rstd = output
-    ctx.save_for_backward(*tensors, residual, mean, rstd)
-    ctx.eps = eps
+    if branch is None:
+        residual = x
+    ctx.save_for_backward(residual, weight, bias, mean, rstd)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_add_norm(ctx, dresidual, dy, dmean, drstd):
     """Return the gradients of `_add_norm`'s arguments. dresidual, dy: None if that output was not used."""
-    *inputs, residual, mean, rstd = ctx.saved_tensors
-    x, branch, _, weight, bias = inputs
-    *needs, _ = ctx.needs_input_grad  # without eps
-    _, needs_branch, needs_branch_bias, _, _ = needs
-    if torch.is_grad_enabled():  # create_graph=True
-        outputs = add_norm_reference(*inputs, ctx.eps)
-        gradients = _gradients_in_pytorch(outputs, (dresidual, dy), inputs, needs)
-        return *gradients, None
+    _, needs_branch, needs_branch_bias, *_ = ctx.needs_input_grad
+    dweight = dbias = dbranch_bias = None
     if dy is None:
-        # twice the same tensor: autograd does not write to what a backward function returns
-        dbranch = dresidual if needs_branch else None
-        dbranch_bias = dresidual.sum(0) if needs_branch_bias else None
-        return dresidual, dbranch, dbranch_bias, None, None, None
-    if branch is None:
-        residual = x
-    if bias is None:
-        mean = None
-    if dresidual is not None:
-        dresidual = dresidual.contiguous()
-    norm = casts.norm_backward(
-        dy.contiguous(), residual, mean, rstd, weight, dresidual, with_dbranch_bias=needs_branch_bias)
-    dbranch = norm.dx if needs_branch else None
-    return norm.dx, dbranch, norm.dbranch_bias, norm.dweight, norm.dbias, None
+        dx = dresidual
+    elif torch.is_grad_enabled():  # create_graph=True
+        dx, dweight, dbias = _differentiate_norm_in_pytorch(ctx, dresidual, dy)
+    else:
+        residual, weight, bias, mean, rstd = ctx.saved_tensors
+        if bias is None:
+            mean = None
+        if dresidual is not None:
+            dresidual = dresidual.contiguous()
+        dx, _, dbranch_bias, dweight, dbias = casts.norm_backward(
+            dy.contiguous(), residual, mean, rstd, weight, dresidual, with_dbranch_bias=needs_branch_bias)
+    if needs_branch_bias and dbranch_bias is None:
+        dbranch_bias = dx.sum(0)
+    dbranch = dx if needs_branch else None  # the same tensor, which autograd does not write to
+    return dx, dbranch, dbranch_bias, dweight, dbias, None
+
+
+def _differentiate_norm_in_pytorch(ctx, dresidual, dy):
+    """Return the gradients of the residual and of the norm's weight and bias, to differentiate again."""
+    residual, weight, bias, _, _ = ctx.saved_tensors
+    _, y = add_norm_reference(residual, None, None, weight, bias, ctx.eps)
+    dx, dweight, dbias = _gradients_in_pytorch(y, dy, [residual, weight, bias])
+    if dx is None:  # the residual needs no gradient
+        dx = dresidual
+    elif dresidual is not None:
+        dx = dx + dresidual
+    return dx, dweight, dbias
 
 
 @operation(
@@ -122,9 +130,7 @@ def _differentiate_activate(ctx, dy):
     x, bias = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         y = activate_reference(ctx.activation, x, bias)
-        _, *needs = ctx.needs_input_grad
-        gradients = _gradients_in_pytorch([y], [dy], [x, bias], needs)
-        return None, *gradients
+        return None, *_gradients_in_pytorch(y, dy, [x, bias])
     dx, dbias = casts.activate_backward_bf16(ctx.activation, dy.contiguous(), x, bias)
     return None, dx, dbias
 
@@ -135,12 +141,9 @@ def _activate_bf16(activation, x, bias):
     return casts.activate_bf16(activation, x, bias)
 
 
-def _gradients_in_pytorch(outputs, output_gradients, inputs, needs):
-    """Return the gradients of the inputs, which can be differentiated again. output_gradients: None for an
-    output that was not used. needs: whether each input needs a gradient; else None is returned for it."""
-    used = [(output, dy) for output, dy in zip(outputs, output_gradients) if dy is not None]
-    used_outputs, used_gradients = zip(*used)
-    needed = [tensor for tensor, is_needed in zip(inputs, needs) if is_needed]
-    gradients = iter(torch.autograd.grad(
-        used_outputs, needed, used_gradients, create_graph=True, allow_unused=True))
-    return [next(gradients) if is_needed else None for is_needed in needs]
+def _gradients_in_pytorch(y, dy, inputs):
+    """Return the gradients of the inputs, which can be differentiated again; None for one that needs none."""
+    needed = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    found = torch.autograd.grad(y, needed, dy, create_graph=True)
+    gradients = dict(zip(map(id, needed), found))
+    return [gradients.get(id(tensor)) for tensor in inputs]
