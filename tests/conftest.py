@@ -46,6 +46,14 @@ def _default_signals():
         signal.signal(number, handler or signal.SIG_DFL)
 
 
+@pytest.fixture(autouse=True)
+def _no_loss_picture(request, monkeypatch):
+    """Leave loss.png empty: drawing it takes most of the time of a small run. tests/test_logs.py draws it."""
+    logs = sys.modules.get("nanote.logs")
+    if logs is not None and request.module.__name__ != "test_logs":
+        monkeypatch.setattr(logs, "plot_losses", lambda folder: Path(folder, "loss.png").touch())
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     """The folder of a small corpus, one for all tests of a file."""
