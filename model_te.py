@@ -50,7 +50,7 @@ class TEConfig:
     fp8_skip_first: int = 0  # run this many blocks at the start in high precision
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
-    # GPT-2's, which set_sizes reads; fields in model_te_advanced.py
+    # No fields: always GPT-2's. set_sizes reads and fills them in
     n_kv_head = None  # n_head
     head_dim = None  # n_embd / n_head
     activation = "gelu"

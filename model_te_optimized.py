@@ -98,8 +98,8 @@ class FP8Model(nn.Module):
         return self.autocast(enabled=False)
 
     def fp8_weights_if(self, condition):
-        """Return a context for creating modules: what the caller's te.quantized_model_init() says of their
-        weights stays as it is if `condition`, else these are not in FP8."""
+        """Return a context for creating modules. Inside a caller's te.quantized_model_init(), their weights
+        become FP8 only if `condition`."""
         if condition:
             return nullcontext()
         return te.quantized_model_init(enabled=False)

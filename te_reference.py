@@ -122,6 +122,10 @@ class Recipe:
             return torch.float8_e5m2
         return torch.float8_e4m3fn
 
+    @torch.compiler.assume_constant_result  # while torch.compile traces: see the last part
+    def _prepare_modules(self, module_id, group):
+        _prepare_modules_while_tracing(self, module_id, group)
+
 
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
@@ -348,8 +352,8 @@ class _ScalingState:
         return self.__dict__ | {"key": None, "has_run": False}
 
     def register(self, forward, key, runs=True):
-        """Let the region of this key roll the state. `runs=False` claims it only until the module runs,
-        perhaps in another region."""
+        """Let the region of this key roll the state. `runs=False`: its module has not run yet. The region in
+        which it runs first then takes the state over."""
         if self.key is None:
             _fp8.states[forward].append(weakref.ref(self))
         if not self.has_run:
@@ -609,7 +613,8 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _take_early_states(self)  # of torch.compile
+            meta |= _early_states[self]  # of torch.compile
+            _early_states[self] = {}
             self._add_missing_states(recipe, meta)
         else:
             meta.pop("scaling_fwd", None)
@@ -674,6 +679,10 @@ class _Module(nn.Module):
         elif is_first_microbatch is not None:
             self._fp8_workspaces[gemm] = value
         return value
+
+    @torch.compiler.assume_constant_result  # while torch.compile traces: see the last part
+    def _allocate_workspaces(self):
+        _allocate_workspaces_while_tracing(self)
 
     def _quantize_weight(self, gemm, weight):
         """Compute what `_fp8_weight` returns."""
@@ -1095,8 +1104,7 @@ class DotProductAttention(_Module):
     Format thd: packed sequences of any length, query (T, H, D) -> (T, H·D), with the masks padding and
     padding_causal; `cu_seqlens_q` (int32) holds the start of each, then T.
 
-    `window_size` (left, right): how many keys before and after its own a query attends to. The own key of
-    query i is key i or, with no_mask and causal_bottom_right, key i + keys - queries.
+    `window_size` (left, right): how many keys before and after its own (see `_Mask`) a query attends to.
     """
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
@@ -1126,19 +1134,21 @@ class DotProductAttention(_Module):
         q, k, v = (t.permute(order) for t in (query_layer, key_layer, value_layer))  # (B, H, S, D)
         queries = q.shape[2]
         keys = k.shape[2]
-        kind = _MASKS[mask_type]
-        from_the_end = kind.from_the_end and queries != keys
-        # SDPA takes is_causal for a causal mask without a window, nothing for no mask, else the mask itself
-        is_causal = mask_type in ("causal", "causal_bottom_right") and window == (-1, 0) and not from_the_end
-        is_full = mask_type == "no_mask" and window == (-1, -1)
+        # With as many keys as queries the own key is key i from either end
+        from_the_end = _MASKS[mask_type].from_the_end and queries != keys
+        # SDPA computes a causal mask itself, if asked to, and needs none for all keys
+        sdpa_is_causal = False
         mask = None
-        if not is_causal and not is_full:
-            mask = _keys_in_reach(queries, keys, window, from_the_end, q.device)
-        if kind.has_padding:
+        if _MASKS[mask_type].has_padding:
             padding = _padding(attention_mask, cu_seqlens_q, len(q), queries).to(q.device)
             is_token = ~padding[:, None]  # (B, 1, S)
-            mask = mask & is_token[:, :, :, None] & is_token[:, :, None, :]
-        out = self._attend(q, k, v, mask, is_causal).transpose(1, 2)  # (B, S, H, D)
+            in_reach = _keys_in_reach(queries, keys, window, from_the_end, q.device)
+            mask = in_reach & is_token[:, :, :, None] & is_token[:, :, None, :]
+        elif window == (-1, 0) and not from_the_end:
+            sdpa_is_causal = True
+        elif window != (-1, -1):
+            mask = _keys_in_reach(queries, keys, window, from_the_end, q.device)
+        out = self._attend(q, k, v, mask, sdpa_is_causal).transpose(1, 2)  # (B, S, H, D)
         if qkv_format == "sbhd":
             out = out.transpose(0, 1)
         return out.reshape(*out.shape[:2], -1)
@@ -1731,8 +1741,8 @@ def _sum_over_ranks(x, group):
 
 # ---------------------------------------------------------------- arguments that are not emulated
 #
-# TE has them, and only TE's default is accepted. An argument that a constructor names itself is supported;
-# its entry here does not count. (Linear takes tp_group, so _PARALLEL's entry counts for the norms.)
+# TE has them, and only TE's default is accepted. An entry counts for the modules whose constructor does not
+# name it: tp_group for the norms, not for Linear.
 
 _ANY = object()  # instead of a default, where any value is accepted: it changes no result, in TE neither
 
@@ -1777,12 +1787,13 @@ _NOT_EMULATED = {
 
 # ---------------------------------------------------------------- torch.compile
 #
-# Skip this part if you do not compile.
+# Skip this part if you do not compile. The parts above know of it the functions whose names end in
+# `while_tracing`, `_early_states`, and the phase "compiled" of a checkpoint.
 #
 # A compiled graph has tensor operations only: it can neither make nor register FP8 state. So this is done
 # while torch.compile traces, by functions that it calls and does not trace. `assume_constant_result` marks
-# them. They are methods, since arguments must be constants, which a module is not. The parts above call only
-# the functions whose names end in `while_tracing`.
+# them. They are methods, `Recipe._prepare_modules` and `_Module._allocate_workspaces`, since arguments must
+# be constants, which neither a recipe nor a module is.
 #
 # The backward pass of the first module, which rolls the histories of all, is traced before the other modules
 # are. So the states of all are made with the first one's. Until its module runs, such an early state is kept
@@ -1791,19 +1802,12 @@ _NOT_EMULATED = {
 _early_states = weakref.WeakKeyDictionary()  # every module -> {direction: _ScalingState}
 
 
-def _take_early_states(module):
-    """Return the early states of a module that runs now, and forget them."""
-    states = _early_states[module]
-    _early_states[module] = {}
-    return states
-
-
 def _begin_while_tracing(module):
     if _fp8.enabled:
         _fp8.region.recipe._prepare_modules(id(module), _fp8.region.group)
 
 
-def _prepare_modules(recipe, module_id, group):
+def _prepare_modules_while_tracing(recipe, module_id, group):
     """Prepare the module with this id, which is being traced, and with it all others. A roll changes nothing
     of those that do not run."""
     modules = {id(module): module for module in _early_states}
@@ -1828,9 +1832,6 @@ def _prepare_modules(recipe, module_id, group):
             torch._dynamo.mark_static_address(state.amax_history)
 
 
-Recipe._prepare_modules = torch.compiler.assume_constant_result(_prepare_modules)
-
-
 def _register_early(module, key):
     for direction, state in module._scaling_states().items():
         state.register(direction == "scaling_fwd", key, runs=False)
@@ -1844,7 +1845,7 @@ def _cache_while_tracing(module, gemm, value, is_first_microbatch):
             kept.copy_(new)
 
 
-def _allocate_workspaces(module):
+def _allocate_workspaces_while_tracing(module):
     """Create the cache of FP8 weights, which a compiled graph can only write to. Each is one tensor: (1, out,
     in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
     count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
@@ -1852,9 +1853,6 @@ def _allocate_workspaces(module):
         if gemm not in module._fp8_workspaces:
             module._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
             torch._dynamo.mark_static_address(module._fp8_workspaces[gemm])
-
-
-_Module._allocate_workspaces = torch.compiler.assume_constant_result(_allocate_workspaces)
 
 
 def _roll_in_backward_while_tracing(module, y):
