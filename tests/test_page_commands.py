@@ -154,7 +154,7 @@ PARSED = {  # by their program; the key says why they do not run
     "takes minutes or hours": [
         "python bench/pairs.py",
         "python bench/compiled.py",
-        "python bench/convergence.py --json mine.json --arms bf16 fp8 --seeds 1 2 3 4 5",
+        "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8",
         "python bench/turns.py OLD NEW --cases fp8:124m-b32 --json turns.json",
         "python benchmark_te.py --compile",
         "python benchmark_te.py --shapes all",
