@@ -23,6 +23,7 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
+LAST_COMMITS = {"bench/convergence.py": "897e2cf"}  # of scripts that are gone
 SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
 SHAPES = {
     "124m-b32": "GPT-2 124M, 32 x 1,024",
@@ -54,7 +55,7 @@ def find(rows, **values):
 
 
 def fill(cell, row):
-    """Fill the format of a cell from a row. A value that is missing or None leaves the cell empty."""
+    """Fill the format of a cell from a row. A field that the row lacks or that is None leaves it empty."""
     try:
         return cell.format(**row)
     except (KeyError, TypeError):
@@ -92,6 +93,9 @@ def origin_of_file(name):
         facts.append(row.get("date"))
         commands += row.get("command", "").split("; ")
     commands = unique(commands)
+    for script, commit in LAST_COMMITS.items():
+        if script in " ".join(commands):
+            facts.append(f"{script}: last in commit {commit}")
     lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
     if len(commands) > 3:
         lines.append(f"# commands not shown: {len(commands) - 3}")
@@ -365,7 +369,7 @@ SPEEDS_TO_A_LOSS = {
 
 
 def read_losses(parts):
-    """Return summaries of bench/convergence.py. `parts` maps a file to the part of a run that was in FP8."""
+    """Return the rows of stored summaries. `parts` maps a file to the part of a run that was in FP8."""
     rows = []
     for name, part in parts.items():
         for row in read(name)["summary"]:

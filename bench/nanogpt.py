@@ -9,7 +9,7 @@ BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimi
 kit's arms plain, bf16 and fp8 (benchmark_te.py --help) are timed in turns with it: `ratio_to_nanogpt` is the
 median of nanoGPT's steps over the median of theirs.
 
-`NanoGPT` is nanoGPT's model for train.py, as bench/convergence.py trains it:
+`NanoGPT` is nanoGPT's model for train.py, as bench/paired.py trains it:
 
     NANOGPT=nanoGPT python train.py --preset gpt2-124m --model bench/nanogpt.py:NanoGPT --fp8-recipe none \
         --dtype float32 --compile

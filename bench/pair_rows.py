@@ -161,7 +161,7 @@ def complete(start: dict, values: dict, missing=()) -> dict:
 
 
 def count_found(pairs, choice: dict) -> int:
-    return sum(dict(pair).items() <= choice.items() for pair in pairs)
+    return len([pair for pair in pairs if dict(pair).items() <= choice.items()])
 
 
 # ---------------------------------------------------------------- rows

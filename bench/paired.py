@@ -43,7 +43,6 @@ from typing import Literal
 import torch
 
 import train
-from bench.convergence import interval_of, visible_gpus
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, markdown, write_json
 from bench.step import free
@@ -80,6 +79,8 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
     "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2),
 }
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
+# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Options:
     eval_tokens: int = 2_000_000
     minutes: float = math.inf  # Save and stop after so long; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
-    out_dir: Path = Path("out/paired")  # Folder of the runs' states.
+    out_dir: Path = Path("out/paired")  # Folder of the runs' states; another one for another --lr or --data.
     json: Path = Path("results/paired.json")  # Read and written.
     only_train: bool = False  # Write no JSON.
 
@@ -220,9 +221,10 @@ def validation_losses(config: TrainConfig, model, device) -> dict:
 
 
 def ms_of_chunks(times: list[float]) -> list[float]:
-    """Return ms per step of each whole chunk but the first two, which capture graphs or compile."""
-    spans = [1e3 * (end - start) / CHUNK for start, end in zip(times, times[1:])]
-    return spans[2:-1]
+    """Return ms per step of the chunks between `times`, without the first two, which capture graphs or
+    compile, and the last, which may be shorter."""
+    timed = times[2:-1]
+    return [1e3 * (end - start) / CHUNK for start, end in zip(timed, timed[1:])]
 
 
 def load_state(folder: Path, model, optimizer) -> None:
@@ -264,6 +266,14 @@ def train_seeds(options: Options) -> bool:
                 source = part.folder
             print(f"{options.size} seed {seed} {arm}: done", flush=True)
     return True
+
+
+def visible_gpus() -> list[str]:
+    """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        return visible.split(",")
+    return [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
 
 
 def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
@@ -308,8 +318,7 @@ PAIR = ("size", "tokens", "start", "stop", "end")  # what the runs of a pair hav
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """Return a row per arm, size, number of tokens and window: the mean differences from BF16 over the seeds,
-    in nats, with their 95 % intervals."""
+    """Return a row per arm, size, number of tokens and window."""
     baselines = {}  # {what a pair has in common: BF16's run}
     for run in runs:
         if run["arm"] == BASELINE:
@@ -318,26 +327,42 @@ def summarize(runs: list[dict]) -> list[dict]:
     for run in runs:
         baseline = baselines.get(pair_of(run))
         if run["arm"] != BASELINE and baseline is not None:
-            key = (run["arm"], *(run[name] for name in PAIR))
+            key = tuple(run[name] for name in ("arm", *PAIR))
             pairs.setdefault(key, []).append((run, baseline))
-    rows = []
-    for (arm, *fields), of_arm in pairs.items():
-        training = [training_loss(run) - training_loss(baseline) for run, baseline in of_arm]
-        validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in of_arm]
-        loss = statistics.mean(training_loss(baseline) for _, baseline in of_arm)
-        rows.append({
-            "arm": arm, **dict(zip(PAIR, fields)), "seeds": len(of_arm), "baseline_training_loss": loss,
-            "training": statistics.mean(training), "training_interval": interval_of(training),
-            "training_percent": 100 * statistics.mean(training) / loss,
-            "validation": statistics.mean(validation), "validation_interval": interval_of(validation),
-            "speed": median_speed(of_arm)})
+    rows = [row_of(pairs_of_row) for pairs_of_row in pairs.values()]
     for row in rows:
         row["speed_to_equal_loss"] = speed_to_equal_loss(row, rows)
     return rows
 
 
+def row_of(pairs: list[tuple]) -> dict:
+    """Return the mean differences of an arm from BF16 over the seeds, in nats, with their 95 % intervals."""
+    training = [training_loss(run) - training_loss(baseline) for run, baseline in pairs]
+    validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in pairs]
+    baseline_loss = statistics.mean(training_loss(baseline) for _, baseline in pairs)
+    first_run, _ = pairs[0]
+    return {name: first_run[name] for name in ("arm", *PAIR)} | {
+        "seeds": len(pairs), "baseline_training_loss": baseline_loss,
+        "training": statistics.mean(training), "training_interval": interval_of(training),
+        "training_percent": 100 * statistics.mean(training) / baseline_loss,
+        "validation": statistics.mean(validation), "validation_interval": interval_of(validation),
+        "speed": median_speed(pairs)}
+
+
+def interval_of(values: list[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean, of the t distribution; None for one value."""
+    if len(values) < 2:
+        return None
+    degrees_of_freedom = min(len(values) - 1, len(T_975))
+    standard_error = statistics.stdev(values) / math.sqrt(len(values))
+    half = T_975[degrees_of_freedom - 1] * standard_error
+    mean = statistics.mean(values)
+    return [mean - half, mean + half]
+
+
 def median_speed(pairs: list[tuple]) -> float | None:
-    """Return how often BF16's step takes as long as the arm's; None if a part was too short to be timed."""
+    """Return BF16's time per step over the arm's, the median of the pairs; None if a part was too short to
+    be timed."""
     ratios = [baseline["ms"] / run["ms"] for run, baseline in pairs if baseline["ms"] and run["ms"]]
     return statistics.median(ratios) if ratios else None
 
@@ -355,8 +380,9 @@ def training_loss(run: dict) -> float:
 def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
 
-    The arm needs more tokens, by how much BF16's loss falls from this number of tokens to another one, with
-    its own learning-rate schedule, interpolated in the logarithm of the tokens. None without such runs.
+    The arm needs (other / tokens)^(gap / fall) times as many tokens. `other` is the nearest other length of
+    whole runs, `gap` the arm's loss above BF16's, `fall` how much BF16's loss falls from `tokens` to `other`.
+    None without such runs, or if gap / fall is not between 0 and 1.
     """
     is_whole = (row["start"], row["stop"]) == (0.0, 1.0)
     others = []  # whole runs of other lengths
@@ -368,7 +394,10 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
         return None
     other = min(others, key=lambda other: abs(math.log(other["tokens"] / row["tokens"])))
     fall = row["baseline_training_loss"] - other["baseline_training_loss"]
-    more_tokens = (other["tokens"] / row["tokens"]) ** (row["training"] / fall)
+    gap = row["training"]
+    if fall == 0 or not 0 <= gap / fall <= 1:
+        return None
+    more_tokens = (other["tokens"] / row["tokens"]) ** (gap / fall)
     return row["speed"] / more_tokens
 
 

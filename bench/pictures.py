@@ -22,7 +22,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.convergence import interval_of
+from bench.paired import interval_of
 from nanote import health
 from nanote.command import run_command
 
@@ -129,10 +129,8 @@ def draw_losses(axes, evaluations, unit, scale, label, color, marker):
 def draw_loss(result, path):
     """Draw the validation loss against tokens and against seconds."""
     [fp8] = [row for row in result["summary"] if row["arm"] == "fp8@1.2e-3" and row["tokens"] == LOSS_TOKENS]
-    low, high = fp8["loss_matched_interval"]
-    speed = f"{fp8['loss_matched_speedup']:.2f} × as fast (95 % interval: {low:.2f} to {high:.2f})"
-    figure, (by_tokens, by_seconds) = make_figure(
-        12.5, 6.6, f"FP8 reaches BF16's loss {speed}", 1, 2, sharey=True)
+    title = f"FP8 reaches BF16's loss {fp8['loss_matched_speedup']:.2f} × as fast"
+    figure, (by_tokens, by_seconds) = make_figure(12.5, 6.6, title, 1, 2, sharey=True)
     machines = set()
     seeds = set()
     for arm, looks in LOSS_ARMS.items():

@@ -77,16 +77,22 @@ def parse_arm(name: str) -> Arm:
 def arm_config(name: str, config: TrainConfig) -> TrainConfig:
     """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
     arm = parse_arm("bf16" if name in PLAIN_ARMS else name)
-    options = [options_of_word(word, arm.precision) for word in arm.words]
-    if arm.precision not in ("bf16", "fp8") or None in options:
-        raise ValueError(f"--arms {name!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
-                         "words of benchmark_te.py --help, such as fp8-current")
+    if arm.precision not in ("bf16", "fp8"):
+        raise unknown_arm(name)
     changes = {"fp8_recipe": "delayed" if arm.precision == "fp8" else "none"}
-    for of_word in options:
-        changes |= of_word
+    for word in arm.words:
+        options = options_of_word(word, arm.precision)
+        if options is None:
+            raise unknown_arm(name)
+        changes |= options
     if arm.model is not None:
         changes["model"] = arm.model
     return dataclasses.replace(config, **changes)
+
+
+def unknown_arm(name: str) -> ValueError:
+    return ValueError(f"--arms {name!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
+                      "words of benchmark_te.py --help, such as fp8-current")
 
 
 def options_of_word(word: str, precision: str) -> dict | None:

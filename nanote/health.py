@@ -90,13 +90,13 @@ def gemms_with_weights(model):
 def count_gemms_that_ran(model) -> tuple[int, int]:
     """Return how many GEMMs of a model ran in FP8 in its last forward pass, and how many it has."""
     in_fp8 = [runs_in_fp8(module) for _, module, _, _ in gemms_with_weights(model)]
-    return sum(in_fp8), len(in_fp8)
+    return in_fp8.count(True), len(in_fp8)
 
 
 def count_gemms_by_config(model) -> tuple[int, int]:
     """Return how many GEMMs of a model of the kit will run in FP8, by its config, and how many it has."""
     in_fp8 = [_is_fp8_chosen(model, name) for name, _, _, _ in gemms_with_weights(model)]
-    return sum(in_fp8), len(in_fp8)
+    return in_fp8.count(True), len(in_fp8)
 
 
 def _is_fp8_chosen(model, name: str) -> bool:

@@ -148,9 +148,9 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "test_stability.py": [
         ("--histories 16 0", "--histories 0: must be at least 1"),
         ("--margins -1", "--margins -1: must be at least 0"), ("--jobs 0", "--jobs 0: must be at least 1")],
-    "bench/convergence.py": [
-        ("--arms fp9", "--arms fp9: unknown; the arms are bf16"),
-        ("--arms nanogpt", "needs a nanoGPT checkout"), ("--tokens 0", "--tokens 0.0: must be 1 or more"),
+    "bench/paired.py": [
+        ("--start 0.5 --stop 0.2", "must be fractions of the run in this order"),
+        ("--arms nanogpt", "NANOGPT is not set; name the folder of a nanoGPT checkout"),
         ("--json none/x.json", "there is no folder none")],
     "bench/nanogpt.py": [
         (".", "there is no model.py; name the folder of a nanoGPT checkout"),

@@ -68,13 +68,12 @@ RUN = [
     ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 14", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --micro-batch-size 32", TINY, SHORT),
-    ("python train.py --preset gpt2-124m", TINY, SHORT),
     ("python train.py --max-steps 20", TINY, SHORT),
-    ("python train.py --preset gpt2-124m --fp8-recipe current", TINY, SHORT),
-    ("python train.py --preset gpt2-124m --fp8-recipe none", TINY, SHORT),
+    ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --fp8-recipe current", TINY, SHORT),
+    ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --fp8-recipe none", TINY, SHORT),
     ("python train.py --fp8-recipe delayed --fp8-health-interval 50", TINY, SHORT),
-    ("python train.py --preset gpt2-124m --profile 10:12", None, SHORT),
-    ("python train.py --preset gpt2-124m --wandb my-project", TINY, SHORT),
+    ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --profile 10:12", None, SHORT),
+    ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --wandb my-project", TINY, SHORT),
     ("python train.py --model path/to/my_model.py:MyModel", TINY, SHORT),
     ("python train.py --model my_model.py:MyModel --max-steps 10", TINY, SHORT),
     ("cp model_te_optimized.py my_model.py", "", ""),
@@ -155,7 +154,7 @@ PARSED = {  # by their program; the key says why they do not run
     "takes minutes or hours": [
         "python bench/pairs.py",
         "python bench/compiled.py",
-        "python bench/convergence.py --json mine.json --arms bf16 fp8 --seeds 1 2 3 4 5",
+        "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8",
         "python bench/turns.py OLD NEW --cases fp8:124m-b32 --json turns.json",
         "python benchmark_te.py --compile",
         "python benchmark_te.py --shapes all",
@@ -170,10 +169,12 @@ PARSED = {  # by their program; the key says why they do not run
     "needs several GPUs": [
         ON_TWO_GPUS,  # with which it runs
         "torchrun --nproc-per-node 2 bench/multi_gpu.py",
-        "torchrun --nproc-per-node 8 train.py --preset gpt2-350m",
-        "torchrun --nproc-per-node 8 train.py --preset gpt2-1.5b --parallel fsdp",
+        "torchrun --nproc-per-node 8 train.py --preset gpt2-350m --data data/TinyStories-gpt2",
+        "torchrun --nproc-per-node 8 train.py --preset gpt2-1.5b --data data/TinyStories-gpt2 "
+        "--parallel fsdp",
         "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d "
-        "--rdzv-endpoint HOST:29500 --rdzv-id run1 train.py --preset llama3-8b --parallel hsdp"],
+        "--rdzv-endpoint HOST:29500 --rdzv-id run1 train.py --preset llama3-8b "
+        "--data data/TinyStories-gpt2 --parallel hsdp"],
 }
 
 

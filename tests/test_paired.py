@@ -82,6 +82,7 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1, ms=50.0),
         run_of("bf16", 1, 1.8, steps=20), run_of("fp8", 1, 1.9, ms=50.0, steps=20)])
     assert rows[0]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5)
+    assert rows[1]["speed_to_equal_loss"] is None, "no longer runs show the fall"
 
 
 MODEL = '''
