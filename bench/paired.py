@@ -97,7 +97,7 @@ class Options:
     eval_tokens: int = 2_000_000
     minutes: float = math.inf  # Save and stop after so long; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
-    out_dir: Path = Path("out/paired")  # Folder of the runs' states; another one for another --lr or --data.
+    out_dir: Path = Path("out/paired")  # Folder of the runs' states.
     json: Path = Path("results/paired.json")  # Read and written.
     only_train: bool = False  # Write no JSON.
 
@@ -130,7 +130,8 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     """Return the parts of a run, without those that have no step."""
     start = options.step_at(options.start)
     stop = options.step_at(options.stop)
-    folder = options.out_dir / f"{options.size}-{options.steps}steps-seed{seed}"
+    data = Path(options.data).name
+    folder = options.out_dir / f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
     windows = [(BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end_step(options))]
     for name, first_step, last_step in windows:
@@ -201,6 +202,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     meta = {
         "losses": trained["losses"] + [loss.item() for loss in pending],
         "ms_per_step": trained["ms_per_step"] + ms_of_chunks(times),
+        "train_sha256": loader.meta["train_sha256"],
         "machine": recipes.describe(),
         "commit": commit(),
     }
@@ -305,7 +307,8 @@ def run_record(options: Options, arm: str, seed: int) -> dict:
         if part.arm == arm:
             ms_per_step += meta["ms_per_step"]
     return {
-        "size": options.size, "arm": arm, "seed": seed, "steps": options.steps,
+        "size": options.size, "arm": arm, "seed": seed, "steps": options.steps, "lr": options.lr,
+        "train_sha256": meta["train_sha256"],
         "tokens": options.steps * options.tokens_per_step,
         "start": options.start, "stop": options.stop, "end": end_step(options),
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
@@ -314,7 +317,8 @@ def run_record(options: Options, arm: str, seed: int) -> dict:
         "machine": meta["machine"], "commit": meta["commit"]}
 
 
-PAIR = ("size", "tokens", "start", "stop", "end")  # what the runs of a pair have in common, with the seed
+# What the runs of a pair have in common, with the seed.
+PAIR = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
 
 
 def summarize(runs: list[dict]) -> list[dict]:
@@ -382,12 +386,13 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
 
     The arm needs (other / tokens)^(gap / fall) times as many tokens. `other` is the nearest other length of
     whole runs, `gap` the arm's loss above BF16's, `fall` how much BF16's loss falls from `tokens` to `other`.
-    None without such runs, or if gap / fall is not between 0 and 1.
+    None without such runs, or if the gap is larger than the fall, since that is too far to extrapolate.
     """
     is_whole = (row["start"], row["stop"]) == (0.0, 1.0)
     others = []  # whole runs of other lengths
     for other in rows:
-        is_same_study = all(other[name] == row[name] for name in ("arm", "size", "start", "stop"))
+        same = ("arm", "size", "train_sha256", "lr", "start", "stop")
+        is_same_study = all(other[name] == row[name] for name in same)
         if is_same_study and other["tokens"] != row["tokens"]:
             others.append(other)
     if not is_whole or not others or row["speed"] is None:
@@ -395,7 +400,7 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     other = min(others, key=lambda other: abs(math.log(other["tokens"] / row["tokens"])))
     fall = row["baseline_training_loss"] - other["baseline_training_loss"]
     gap = row["training"]
-    if fall == 0 or not 0 <= gap / fall <= 1:
+    if abs(gap) > abs(fall):
         return None
     more_tokens = (other["tokens"] / row["tokens"]) ** (gap / fall)
     return row["speed"] / more_tokens

@@ -58,8 +58,9 @@ def test_a_run_that_is_cut_continues(study, monkeypatch):
 
 
 def run_of(arm, seed, loss, ms=100.0, steps=10):
-    window = {"size": "124m", "tokens": 1000 * steps, "start": 0.0, "stop": 1.0, "end": steps}
-    return window | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
+    pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
+            "start": 0.0, "stop": 1.0, "end": steps}
+    return pair | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
                      "val_loss": loss + 0.5}
 
 
@@ -82,7 +83,9 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1, ms=50.0),
         run_of("bf16", 1, 1.8, steps=20), run_of("fp8", 1, 1.9, ms=50.0, steps=20)])
     assert rows[0]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5)
-    assert rows[1]["speed_to_equal_loss"] is None, "no longer runs show the fall"
+    assert rows[1]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5), "the shorter runs show the fall"
+    row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
+    assert row["speed_to_equal_loss"] is None
 
 
 MODEL = '''
