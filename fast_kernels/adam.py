@@ -90,16 +90,16 @@ def _pointer(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, weight_type: tl.constexpr,
-          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, COPIES: tl.constexpr,
-          CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _adam(pointers, chunks, corrections, lr, grad_scale, hyperparameters, distances,
+          weight_type: tl.constexpr, gradient_type: tl.constexpr, master: tl.constexpr,
+          moment_type: tl.constexpr, COPIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Update one chunk of one parameter, and write its weights to COPIES other places, too.
 
     Args:
         pointers: (parameters, ROW_SIZE) int64.
         chunks: (programs, 2) int32: row of `pointers`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
-        settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
+        hyperparameters: (4,) float64: beta1, beta2, eps, weight_decay.
         distances: (COPIES,) int64: bytes from a weight to each of its copies.
         master: "none", "float32" or "remainder".
     """
@@ -109,14 +109,14 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
     learning_rate = tl.load(lr)
-    scale = tl.load(grad_scale)
-    beta1 = tl.load(settings).to(tl.float32)
-    beta2 = tl.load(settings + 1).to(tl.float32)
-    eps = tl.load(settings + 2).to(tl.float32)
-    weight_decay = tl.load(settings + 3).to(tl.float32)
-    numbers = (correction1, correction2, learning_rate, scale, beta1, beta2, eps, weight_decay)
+    grad_factor = tl.load(grad_scale)
+    beta1 = tl.load(hyperparameters).to(tl.float32)
+    beta2 = tl.load(hyperparameters + 1).to(tl.float32)
+    eps = tl.load(hyperparameters + 2).to(tl.float32)
+    weight_decay = tl.load(hyperparameters + 3).to(tl.float32)
+    numbers = (correction1, correction2, learning_rate, grad_factor, beta1, beta2, eps, weight_decay)
     # a grad_scale that is not finite skips the step: no elements
-    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + SIZE), 0)
+    size = tl.where(tl.abs(grad_factor) < float("inf"), tl.load(row + SIZE), 0)
     weight = _pointer(row + WEIGHT, tl.int16 if master == "remainder" else weight_type)
     gradient = _pointer(row + GRADIENT, gradient_type)
     exp_avg = _pointer(row + EXP_AVG, moment_type)
@@ -137,8 +137,8 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
 def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, COPIES: tl.constexpr):
     """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
     weight, gradient, exp_avg, exp_avg_sq, master_weight = tensors
-    correction1, correction2, lr, scale, beta1, beta2, eps, weight_decay = numbers
-    g = tl.load(gradient + offsets, mask).to(tl.float32) * scale
+    correction1, correction2, lr, grad_factor, beta1, beta2, eps, weight_decay = numbers
+    g = tl.load(gradient + offsets, mask).to(tl.float32) * grad_factor
     m = tl.load(exp_avg + offsets, mask).to(tl.float32)
     v = tl.load(exp_avg_sq + offsets, mask).to(tl.float32)
     if master == "remainder":
@@ -223,16 +223,16 @@ class _KernelArguments:
     pointers: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips one without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
-    settings: torch.Tensor  # (4,) float64, see `_adam`
+    hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
     addresses: list | None = None  # of the tensors for which `pointers` was made
-    host_settings: list | None = None  # host copy of `settings`
+    host_hyperparameters: list | None = None  # the same numbers on the host
 
 
 @dataclass(frozen=True)
 class Slice:
     """The elements of a parameter that a FastAdam updates, after `FastAdam.set_slices`."""
 
-    first: int  # index of the first one in the parameter
+    start: int  # index of the first one in the parameter
     size: int  # their number
     addend_start: int = 0  # column of `addends` that belongs to the first one
 
@@ -249,7 +249,7 @@ def _check_betas(betas, moment_dtype):
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32. With CUDA graphs, call `prepare` before `step` or `gradient_norm` is
-    captured, and `write_options` before a replay.
+    captured, and `write_hyperparameters` before a replay.
 
     moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
     store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
@@ -295,7 +295,7 @@ class FastAdam(torch.optim.Optimizer):
             pointers=torch.zeros(len(parameters), ROW_SIZE.value, dtype=torch.int64, device=device),
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
-            settings=torch.zeros(4, dtype=torch.float64, device=device)))
+            hyperparameters=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -360,22 +360,25 @@ class FastAdam(torch.optim.Optimizer):
             group["step"] += counted_steps
             if not len(arguments.chunks):
                 continue
-            betas = arguments.settings[:2]
+            betas = arguments.hyperparameters[:2]
             corrections = (1 - betas ** group["step"]).float()
-            scale = torch.ones((), device=arguments.lr.device) if grad_scale is None else grad_scale
+            grad_factor = grad_scale
+            if grad_scale is None:
+                grad_factor = torch.ones((), device=arguments.lr.device)
             with torch.cuda.device_of(arguments.lr):
                 _adam[(len(arguments.chunks),)](
-                    arguments.pointers, arguments.chunks, corrections, arguments.lr, scale,
-                    arguments.settings, self.copy_distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
-                    self.master, TYPES[self.moment_dtype], copies, CHUNK, BLOCK=1024, num_warps=4)
+                    arguments.pointers, arguments.chunks, corrections, arguments.lr, grad_factor,
+                    arguments.hyperparameters, self.copy_distances, TYPES[self.dtype],
+                    TYPES[self.gradient_dtype], self.master, TYPES[self.moment_dtype], copies, CHUNK,
+                    BLOCK=1024, num_warps=4)
         return loss
 
     # ------------------------------------------------------------ the kernels' arguments
 
     @torch.no_grad()
     def prepare(self):
-        """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
-        self.write_options()
+        """Copy changed hyperparameters and addresses to the device. Called by `step` and `gradient_norm`."""
+        self.write_hyperparameters()
         self.gradient_dtype = self._find_gradient_dtype()
         for group, arguments in zip(self.param_groups, self.kernel_arguments):
             addresses = []
@@ -389,19 +392,19 @@ class FastAdam(torch.optim.Optimizer):
                 arguments.addresses = addresses
 
     @torch.no_grad()
-    def write_options(self):
+    def write_hyperparameters(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
         for group, arguments in zip(self.param_groups, self.kernel_arguments):
-            values = [*group["betas"], group["eps"], group["weight_decay"]]
+            hyperparameters = [*group["betas"], group["eps"], group["weight_decay"]]
             is_new_lr = group["lr"] is not arguments.lr  # a number, or a tensor that no captured graph reads
-            if not is_new_lr and values == arguments.host_settings:
+            if not is_new_lr and hyperparameters == arguments.host_hyperparameters:
                 continue
             self._refuse_while_capturing()
             _check_betas(group["betas"], self.moment_dtype)
             if is_new_lr:
                 group["lr"] = arguments.lr.fill_(float(group["lr"]))
-            arguments.settings.copy_(torch.tensor(values, dtype=torch.float64))
-            arguments.host_settings = values
+            arguments.hyperparameters.copy_(torch.tensor(hyperparameters, dtype=torch.float64))
+            arguments.host_hyperparameters = hyperparameters
 
     def _find_gradient_dtype(self):
         types = set()
@@ -423,7 +426,7 @@ class FastAdam(torch.optim.Optimizer):
             return [0] * ROW_SIZE.value
         master = state.get("master_param", parameter)  # without one, not read
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master]
-        addresses = [tensor.data_ptr() + updated.first * tensor.element_size() for tensor in tensors]
+        addresses = [tensor.data_ptr() + updated.start * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
             raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
         other_devices = {str(tensor.device) for tensor in tensors} - {str(device)}
@@ -438,7 +441,7 @@ class FastAdam(torch.optim.Optimizer):
 
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.kernel_arguments[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
+            raise RuntimeError("FastAdam: gradients or hyperparameters have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
 
     # ------------------------------------------------------------ an update that several optimizers divide
@@ -464,8 +467,8 @@ class FastAdam(torch.optim.Optimizer):
 
     def _slice(self, parameter) -> Slice:
         if self.slices is None:
-            return Slice(first=0, size=parameter.numel())
-        return self.slices.get(parameter, Slice(first=0, size=0))
+            return Slice(start=0, size=parameter.numel())
+        return self.slices.get(parameter, Slice(start=0, size=0))
 
     def _make_chunks(self, parameters):
         """Return `_KernelArguments.chunks`, on the host."""

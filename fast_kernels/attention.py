@@ -6,9 +6,9 @@ FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; n
 
 - After a `split`, autograd concatenates the gradients of q, k and v. Here all kernels read slices of qkv, and
   FlashAttention 4 writes dq, dk and dv into slices of one gradient: nothing is copied. PyTorch's kernels
-  allocate them, which costs one copy.
-  `attention` takes q, k and v apart and allocates their gradients, one tensor under torch.compile only;
-  `sdpa` is PyTorch's, differentiated by autograd.
+  allocate them, which costs one copy. `sdpa` is PyTorch's, differentiated by autograd.
+- `attention` takes q, k and v as three tensors. It allocates their gradients, which are slices of one tensor
+  under torch.compile only.
 - QK-norm and RoPE are one Triton kernel forward and one, in place, backward, which compute in float32.
 - The kernels here are deterministic; FlashAttention's backward is under `torch.use_deterministic_algorithms`.
 

@@ -168,9 +168,9 @@ def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr,
-                 scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, C, eps,
+                 scale_ptr, amax_ptr, y_ptr, scale_inv_ptr, C, eps,
                  ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    """Add and normalize ROWS rows, one at a time. scale None: store y in BF16, at rowwise."""
+    """Add and normalize ROWS rows, one at a time. y: (N, C) FP8, or BF16 if scale is None."""
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)
@@ -204,9 +204,9 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
             y += bias
         if scale_ptr is not None:  # quantize
             largest = tl.maximum(largest, tl.abs(y))  # ignores NaN, as TE does
-            tl.store(rowwise_ptr + offsets, (y * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + offsets, (y * scale).to(y_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(rowwise_ptr + offsets, round_bf16(y), mask=mask)
+            tl.store(y_ptr + offsets, round_bf16(y), mask=mask)
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
@@ -320,11 +320,12 @@ def _activate(x, up, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, y_ptr, columnwise_ptr, scale_inv_ptr,
                        partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast. scale None: store the
-    output in BF16, at rowwise.
+    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast.
+
+    y: the output in FP8, columnwise: its transpose. scale None: y is in BF16, and has no transpose.
     partial_sums (rows of tiles, D) or None: the output summed over each row of tiles."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
@@ -346,9 +347,9 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
         scale = load_scale(scale_ptr, scale_inv_ptr)
-        store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
+        store_fp8(a, b, c, d, scale, y_ptr, columnwise_ptr, first_row, first_column, N, D, mask)
     else:
-        store_bf16(a, b, c, d, rowwise_ptr, first_row, first_column, D, mask)
+        store_bf16(a, b, c, d, y_ptr, first_row, first_column, D, mask)
     if partial_sums_ptr is not None:
         out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
@@ -366,13 +367,13 @@ def _activation_backward(dy, x, up, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr,
+def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, dx_ptr, columnwise_ptr,
                                 scale_inv_ptr, partial_sums_ptr, N, D, KIND: tl.constexpr,
                                 GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
                                 COLUMNS: tl.constexpr):
     """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, gated also the one D columns to
-    the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles. scale None: store dx in
-    BF16, at rowwise."""
+    the right. dx and columnwise: in FP8 and transposed; scale None: dx is in BF16, and has no transpose.
+    partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
@@ -393,15 +394,14 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
         largest = abs_max(dx0, dx1, dx2, dx3)
         if GATED:
             largest = tl.maximum(largest, abs_max(dup0, dup1, dup2, dup3))
-            store_fp8(dup0, dup1, dup2, dup3, scale, rowwise_ptr, columnwise_ptr, first_row,
-                      D + first_column, N, width, mask)
-        store_fp8(dx0, dx1, dx2, dx3, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width,
-                  mask)
+            store_fp8(dup0, dup1, dup2, dup3, scale, dx_ptr, columnwise_ptr, first_row, D + first_column, N,
+                      width, mask)
+        store_fp8(dx0, dx1, dx2, dx3, scale, dx_ptr, columnwise_ptr, first_row, first_column, N, width, mask)
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     else:
-        store_bf16(dx0, dx1, dx2, dx3, rowwise_ptr, first_row, first_column, width, mask)
+        store_bf16(dx0, dx1, dx2, dx3, dx_ptr, first_row, first_column, width, mask)
         if GATED:
-            store_bf16(dup0, dup1, dup2, dup3, rowwise_ptr, first_row, D + first_column, width, mask)
+            store_bf16(dup0, dup1, dup2, dup3, dx_ptr, first_row, D + first_column, width, mask)
     if partial_sums_ptr is not None:
         partial_sums_ptr += first_row // ROWS * width + first_column + tl.arange(0, COLUMNS)
         tl.store(partial_sums_ptr, tl.sum((dx0 + dx1) + (dx2 + dx3), 0), mask=in_columns)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.fp8 import NOT_QUANTIZED, FP8Data
+from fast_kernels.fp8 import FP8Data, as_arguments
 from fast_kernels.library import (
     ceil_div,
     check_aligned,
@@ -35,7 +35,8 @@ from fast_kernels.library import (
     operation,
 )
 
-# A program's tile: 16-byte accesses in both layouts. This and `…_sizes` below: the fastest tried on an H200.
+# A program's tile. Its width gives 16-byte accesses in both layouts. It and `_norm_sizes` were the fastest
+# tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
 DBIAS_TILE = dict(TILE, ROWS=128)  # of kernels that also write partial sums: one row for each row of tiles
@@ -181,7 +182,7 @@ def norm(x, branch, branch_bias, weight, bias, eps, quantization):
 def norm_bf16(x, branch, branch_bias, weight, bias, eps):
     """`norm` without FP8: returns residual and y (N, C) BF16, mean (None for RMSNorm) and rstd."""
     residual, y, _, _, mean, rstd = _checked_norm(
-        x, branch, branch_bias, weight, bias, eps, NOT_QUANTIZED)
+        x, branch, branch_bias, weight, bias, eps, quantization=None)
     return residual, y, mean, rstd
 
 
@@ -190,7 +191,7 @@ def _checked_norm(x, branch, branch_bias, weight, bias, eps, quantization):
     check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
     check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
-        x, branch, branch_bias, weight, bias, eps, *quantization)
+        x, branch, branch_bias, weight, bias, eps, *as_arguments(quantization))
     if branch is None:
         residual = x
     if bias is None:
@@ -232,9 +233,8 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
         "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
-    arguments = NOT_QUANTIZED if quantization is None else quantization
     dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, *arguments, with_dbranch_bias)
+        dy, residual, mean, rstd, weight, dresidual, *as_arguments(quantization), with_dbranch_bias)
     fp8_dx = None if quantization is None else FP8Data(rowwise, columnwise, scale_inv)
     sums = dict(zip(_sums_over_rows(mean, with_dbranch_bias), totals.unbind()))
     return NormGradients(dx, fp8_dx, sums.get("dbranch_bias"), sums["dweight"], sums.get("dbias"))
@@ -286,13 +286,13 @@ def activate(activation, x, bias, quantization):
         bias: BF16, (D,) or (2D,), or None.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
-    return FP8Data(*_activate(activation, x, bias, *quantization))
+    return FP8Data(*_activate(activation, x, bias, *as_arguments(quantization)))
 
 
 def activate_bf16(activation, x, bias):
     """`activate` without FP8: returns activation(x + bias), (N, D) BF16."""
     check_activation("fast_kernels.casts.activate_bf16", activation, x, bias)
-    y, _, _ = _activate(activation, x, bias, *NOT_QUANTIZED)
+    y, _, _ = _activate(activation, x, bias, *as_arguments(None))
     return y
 
 
@@ -316,23 +316,31 @@ def activate_backward(activation, dy, x, bias, quantization):
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`; quantization is of dx.
     """
-    rowwise, columnwise, scale_inv, dbias = _activate_backward(activation, dy, x, bias, *quantization)
-    return FP8Data(rowwise, columnwise, scale_inv), None if bias is None else dbias
+    rowwise, columnwise, scale_inv, dbias = _checked_activate_backward(activation, dy, x, bias, quantization)
+    return FP8Data(rowwise, columnwise, scale_inv), dbias
 
 
 def activate_backward_bf16(activation, dy, x, bias):
     """`activate_backward` without FP8: returns dx in BF16, and dbias or None."""
-    dx, _, _, dbias = _activate_backward(activation, dy, x, bias, *NOT_QUANTIZED)
-    return dx, None if bias is None else dbias
+    dx, _, _, dbias = _checked_activate_backward(activation, dy, x, bias, quantization=None)
+    return dx, dbias
+
+
+def _checked_activate_backward(activation, dy, x, bias, quantization):
+    check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
+    output_shape = _output_shape(activation, x)
+    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
+    rowwise, columnwise, scale_inv, dbias = _activate_backward(
+        activation, dy, x, bias, *as_arguments(quantization))
+    if bias is None:
+        dbias = None
+    return rowwise, columnwise, scale_inv, dbias
 
 
 @operation(
     "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor? scale, Tensor(a!)? amax, "
     "ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
-    check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
-    output_shape = _output_shape(activation, x)
-    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     rowwise, columnwise, scale_inv = _allocate_output(x, *x.shape, fp8_dtype)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     if not is_fake(x):

@@ -28,10 +28,11 @@ class FP8Data(NamedTuple):
 class Quantization(NamedTuple):
     """How to quantize a tensor under delayed scaling: saturate(value · scale) in `fp8_dtype`.
 
-    The kernel that quantizes the tensor raises `amax` to its largest magnitude, without NaN, as TE does."""
+    The kernel that quantizes the tensor raises `amax` to its largest magnitude, without NaN, as TE does. scale
+    and amax are views of the state of the module whose GEMM reads the tensor."""
 
-    scale: torch.Tensor  # (1,) float32, as amax: in the module whose GEMM reads the tensor
-    amax: torch.Tensor
+    scale: torch.Tensor  # (1,) float32
+    amax: torch.Tensor  # (1,) float32
     fp8_dtype: torch.dtype
 
 
@@ -40,7 +41,10 @@ def gradient_dtype(fp8_format):
     return torch.float8_e5m2 if fp8_format.name == "HYBRID" else torch.float8_e4m3fn
 
 
-NOT_QUANTIZED = Quantization(None, None, None)  # the arguments of an operation that writes BF16
+def as_arguments(quantization):
+    """Return scale, amax and fp8_dtype, as an operation takes them. quantization None: each is None, and the
+    operation writes BF16."""
+    return (None, None, None) if quantization is None else quantization
 
 
 class Float8Tensor(torch.Tensor):

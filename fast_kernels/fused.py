@@ -13,11 +13,10 @@
   not quantized.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
-- Without FP8 the same functions run in plain PyTorch.
+- Without FP8 norm and activation are the kernels of unquantized.py, and the GEMMs PyTorch's.
 """
 
 import functools
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,9 +25,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fast_kernels import bf16, casts
+from fast_kernels import casts, unquantized
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
 from fast_kernels.gemm import gemm
+from fast_kernels.library import input_names
 
 
 @dataclass
@@ -132,7 +132,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=Non
     layer = module.begin_pass(0, inputs, is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
-        residual, normed = bf16.add_norm(*inputs, module.eps)
+        residual, normed = unquantized.add_norm(*inputs, module.eps)
         y = F.linear(normed, layer.weight, bias)
     else:
         residual, y = _NormLinear.apply(
@@ -151,7 +151,7 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
     layer = module.begin_pass(1, (hidden.output, hidden.bias), is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
-        activated = bf16.activate(module.activation, hidden.output, hidden.bias)
+        activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
         return _linear(Branch(activated), layer, None, adds_bias)
     return _linear(hidden, layer, module.activation, adds_bias)
 
@@ -268,13 +268,6 @@ def first_derivative_only(backward):
 
 # ---------------------------------------------------------------- autograd functions
 # The GEMMs read `layer.fp8_weight`; `weight` is an input only to receive a gradient.
-
-def input_names(class_name, names):
-    """Return a named tuple with a field for each input of an autograd function. `needs` holds whether each
-    input needs a gradient; a backward method returns tuple(…) of one that holds the gradients, by default
-    None. (Dynamo drops the gradients in a named one.)"""
-    return namedtuple(class_name, names, defaults=[None] * len(names.split()))
-
 
 NormLinearInputs = input_names(
     "NormLinearInputs",

@@ -9,7 +9,7 @@
 
 import functools
 import os
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 
 import torch
 from torch._subclasses import FakeTensor
@@ -95,6 +95,13 @@ def operation(schema, setup_context=None, backward=None):
         return call
 
     return register
+
+
+def input_names(class_name, names):
+    """Return a named tuple with a field for each input of an autograd function or an operation. `needs` holds
+    whether each input needs a gradient; a backward function returns tuple(…) of one that holds the gradients,
+    by default None. (Dynamo drops the gradients in a named one.)"""
+    return namedtuple(class_name, names, defaults=[None] * len(names.split()))
 
 
 def check_shape(name, shape, dtype=None, **tensors):

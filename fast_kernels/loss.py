@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
-from fast_kernels.fp8 import NOT_QUANTIZED, Float8Tensor, Quantization
+from fast_kernels.fp8 import Float8Tensor, Quantization, as_arguments
 from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # The fastest of those tried on an H200: 16 logits per thread; for FP8 a tile with 32 per thread.
@@ -61,9 +61,10 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({len(logits)},) int64 is needed")
     if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
-    if quantization is None or torch.compiler.is_compiling():
-        quantization = NOT_QUANTIZED
-    loss, _, _ = _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, *quantization)
+    if torch.compiler.is_compiling():
+        quantization = None
+    loss, _, _ = _cross_entropy(
+        logits, labels.contiguous(), label_smoothing, softcap, *as_arguments(quantization))
     return loss
 
 

@@ -175,17 +175,15 @@ class autocast:
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        recipes = {}  # {id: recipe}: an inner region may have another one
-        states = {}  # {id of a recipe: states of its modules}
-        for module, recipe in self.module_recipes.items():
-            state = module.fp8_meta[f"scaling_{direction}"]
-            recipes[id(recipe)] = recipe
-            states.setdefault(id(recipe), []).append((state.scale, state.amax_history))
-        for key, recipe in recipes.items():
+        recipes = {id(recipe): recipe for recipe in self.module_recipes.values()}
+        for recipe in recipes.values():  # an inner region may have another one
+            modules = [module for module, other in self.module_recipes.items() if other is recipe]
+            states = [module.fp8_meta[f"scaling_{direction}"] for module in modules]
+            pairs = [(state.scale, state.amax_history) for state in states]
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-                self.reduce_amax([history for _, history in states[key]])
+                self.reduce_amax([state.amax_history for state in states])
             fp8_max = getattr(recipe.fp8_format.value, f"max_{direction}")
-            scales.update(states[key], fp8_max, recipe.margin, recipe.amax_compute_algo)
+            scales.update(pairs, fp8_max, recipe.margin, recipe.amax_compute_algo)
 
     def reduce_amax(self, histories) -> None:
         """Set row 0 of each history to the largest amax over the ranks."""

@@ -106,8 +106,8 @@ def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexp
     row_ptr = table_ptr + 5 * tl.program_id(0)
     scale_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.float32))
     history_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32))
-    length, slots, first = tl.load(row_ptr + 2), tl.load(row_ptr + 3), tl.load(row_ptr + 4)
-    _update_slots(scale_ptr, history_ptr, length, slots, first, numerator, IS_MAX, ROWS, COLUMNS)
+    length, slots, first_slot = tl.load(row_ptr + 2), tl.load(row_ptr + 3), tl.load(row_ptr + 4)
+    _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, IS_MAX, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -121,8 +121,8 @@ def _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, 
     newest = tl.load(history_ptr + j, mask=j < slots, other=0.0)
     is_used = newest != 0.0  # also NaN
     largest = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, length, ROWS):
-        row = first + i
+    for first_row in range(0, length, ROWS):
+        row = first_row + i
         pointers = history_ptr + row[:, None] * slots + j[None, :]
         values = tl.load(pointers, mask=(row < length)[:, None] & is_used[None, :], other=0.0)
         largest = tl.maximum(largest, tl.max(values, 0))  # ignores NaN

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
 from fast_kernels.fp8 import FP8Data, Quantization, gradient_dtype
-from fast_kernels.fused import forward_gemm, input_gradient, input_names, weight_gradient
-from fast_kernels.library import operation
+from fast_kernels.fused import forward_gemm, input_gradient, weight_gradient
+from fast_kernels.library import input_names, operation
 
 FORWARD_FP8 = torch.float8_e4m3fn
 # Slots of a module's scales; see ScalingState

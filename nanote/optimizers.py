@@ -93,7 +93,7 @@ class FastOptimizer(Optimizer):
 
     def set_lr(self, lr: float) -> None:
         super().set_lr(lr)
-        self.fast_adam.write_options()  # to the GPU, where a replay reads them
+        self.fast_adam.write_hyperparameters()  # to the GPU, where a replay reads them
 
     def gradient_norm(self) -> torch.Tensor:
         return parallel.norm_over_shards(self.adam.gradient_norm(), self.mesh)

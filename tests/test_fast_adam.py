@@ -380,7 +380,7 @@ def assert_slice_equals(update, parameter, expected, expected_parameter):
     """Compare the state of what a rank updates of a parameter with that of an optimizer of its own."""
     adam = update.fast_adam
     updated = adam.slices[parameter]
-    elements = slice(updated.first, updated.first + updated.size)
+    elements = slice(updated.start, updated.start + updated.size)
     state, expected_state = adam.state[parameter], expected.state[expected_parameter]
     pairs = [  # a compiler may round other operations of the two kernels
         (state["exp_avg"], expected_state["exp_avg"], 1e-9),

@@ -2,16 +2,18 @@
 
 `add_norm` adds a branch and its bias to the residual and normalizes the sum; `activate` adds a bias and
 applies an activation. Each is one kernel forward and, with the sum that gives the bias's gradient, two
-backward. PyTorch runs a kernel for each of these steps, which reads and writes memory again.
+backward. PyTorch would run one kernel a step, each of which reads and writes all values.
 
-On another GPU, and in other dtypes and sizes, both are PyTorch's operations (`…_reference`).
+Without a Hopper GPU, and in other dtypes and sizes, both are PyTorch's operations (`…_reference`).
 """
 
 import torch
 import torch.nn.functional as F
 
 from fast_kernels import casts
-from fast_kernels.library import is_supported_device, operation
+from fast_kernels.library import input_names, is_supported_device, operation
+
+AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias eps")
 
 
 def add_norm(x, branch, branch_bias, weight, bias, eps):
@@ -25,7 +27,7 @@ def add_norm(x, branch, branch_bias, weight, bias, eps):
         branch = branch.contiguous()
     residual, y, _, _ = _add_norm(x, branch, branch_bias, weight, bias, eps)
     if branch is None:
-        residual = x  # which an operation must not return
+        residual = x  # an operation must not return its input
     return residual, y
 
 
@@ -64,18 +66,19 @@ def _runs_kernels(x, *others):
 
 
 def _setup_add_norm(ctx, inputs, output):
-    x, branch, _, weight, bias, ctx.eps = inputs
+    inputs = AddNormInputs(*inputs)
     residual, _, mean, rstd = output
-    if branch is None:
-        residual = x
-    ctx.save_for_backward(residual, weight, bias, mean, rstd)
+    if inputs.branch is None:
+        residual = inputs.x
+    ctx.save_for_backward(residual, inputs.weight, inputs.bias, mean, rstd)
+    ctx.eps = inputs.eps
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_add_norm(ctx, dresidual, dy, dmean, drstd):
     """Return the gradients of `_add_norm`'s arguments. dresidual, dy: None if that output was not used."""
-    _, needs_branch, needs_branch_bias, *_ = ctx.needs_input_grad
+    needs = AddNormInputs(*ctx.needs_input_grad)
     dweight = dbias = dbranch_bias = None
     if dy is None:
         dx = dresidual
@@ -87,12 +90,16 @@ def _differentiate_add_norm(ctx, dresidual, dy, dmean, drstd):
             mean = None
         if dresidual is not None:
             dresidual = dresidual.contiguous()
-        dx, _, dbranch_bias, dweight, dbias = casts.norm_backward(
-            dy.contiguous(), residual, mean, rstd, weight, dresidual, with_dbranch_bias=needs_branch_bias)
-    if needs_branch_bias and dbranch_bias is None:
+        norm = casts.norm_backward(
+            dy.contiguous(), residual, mean, rstd, weight, dresidual, with_dbranch_bias=needs.branch_bias)
+        dx = norm.dx
+        dbranch_bias = norm.dbranch_bias
+        dweight = norm.dweight
+        dbias = norm.dbias
+    if needs.branch_bias and dbranch_bias is None:
         dbranch_bias = dx.sum(0)
-    dbranch = dx if needs_branch else None  # the same tensor, which autograd does not write to
-    return dx, dbranch, dbranch_bias, dweight, dbias, None
+    dbranch = dx if needs.branch else None  # the same tensor, which autograd does not write to
+    return tuple(AddNormInputs(dx, dbranch, dbranch_bias, dweight, dbias))
 
 
 def _differentiate_norm_in_pytorch(ctx, dresidual, dy):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from fast_kernels import bf16, casts
+from fast_kernels import casts, unquantized
 from kernel_tools import DEVICE, HAS_GPU, _as_on_a_gpu, _free_memory, _poisoned_memory, on_gpu  # noqa: F401
 from model_te_fast import FastConfig, FastGPT2Model
 
@@ -41,13 +41,13 @@ def test_add_norm(rows, columns, kind, added):
     weight = normal(columns)
     bias = normal(columns) if kind == "LayerNorm" else None
     inputs = [x, branch, branch_bias, weight, bias]
-    residual, y = bf16.add_norm(*inputs, EPS)
+    residual, y = unquantized.add_norm(*inputs, EPS)
     rounded = residual.detach()  # the norm is of the sum that is rounded to BF16
     exact_inputs = exact(inputs)
     sums = [tensor for tensor in exact_inputs[:3] if tensor is not None]
     exact_residual = sum(sums)
     exact_residual.data.copy_(rounded)
-    _, exact_y = bf16.add_norm_reference(exact_residual, None, None, *exact_inputs[3:], EPS)
+    _, exact_y = unquantized.add_norm_reference(exact_residual, None, None, *exact_inputs[3:], EPS)
     torch.testing.assert_close(rounded.double(), sum(t.detach() for t in sums), rtol=1.01 * BF16, atol=1e-6)
     assert_close(y, exact_y)
 
@@ -71,9 +71,9 @@ def test_add_norm(rows, columns, kind, added):
 def test_activate(rows, columns, with_bias, activation):
     x = normal(rows, columns, size=2.0)
     bias = normal(columns) if with_bias else None
-    y = bf16.activate(activation, x, bias)
+    y = unquantized.activate(activation, x, bias)
     exact_x, exact_bias = exact([x, bias])
-    exact_y = bf16.activate_reference(activation, exact_x, exact_bias)
+    exact_y = unquantized.activate_reference(activation, exact_x, exact_bias)
     assert_close(y, exact_y)
 
     dy = normal(*y.shape).detach()
@@ -89,7 +89,7 @@ def test_activate(rows, columns, with_bias, activation):
 def test_only_the_sum_is_used():
     """As where a hook drops the norm's output: the gradients are those of the sum."""
     x, branch, branch_bias, weight = normal(16, 32), normal(16, 32), normal(32), normal(32)
-    residual, _ = bf16.add_norm(x, branch, branch_bias, weight, None, EPS)
+    residual, _ = unquantized.add_norm(x, branch, branch_bias, weight, None, EPS)
     residual.float().square().sum().backward()
     assert torch.equal(x.grad, branch.grad) and torch.equal(x.grad, (2 * residual).detach())
     assert weight.grad is None
@@ -106,10 +106,10 @@ def test_a_second_derivative_is_that_of_pytorch():
         gradient, = torch.autograd.grad(loss, x, create_graph=True)
         return gradient.square().sum()
 
-    ours = torch.autograd.grad(penalty(*inputs, bf16.add_norm, bf16.activate), inputs)
+    ours = torch.autograd.grad(penalty(*inputs, unquantized.add_norm, unquantized.activate), inputs)
     exact_inputs = exact(inputs)
     theirs = torch.autograd.grad(
-        penalty(*exact_inputs, bf16.add_norm_reference, bf16.activate_reference), exact_inputs)
+        penalty(*exact_inputs, unquantized.add_norm_reference, unquantized.activate_reference), exact_inputs)
     for own, expected in zip(ours, theirs):
         assert F.cosine_similarity(own.double().flatten(), expected.flatten(), 0) > 0.999
 
@@ -117,8 +117,8 @@ def test_a_second_derivative_is_that_of_pytorch():
 @pytest.mark.parametrize("rows, columns", [(7, 64), (16, 24)])
 def test_other_sizes_run_in_pytorch(rows, columns):
     x, branch, weight = normal(rows, columns), normal(rows, columns), normal(columns)
-    residual, y = bf16.add_norm(x, branch, None, weight, None, EPS)
-    expected = bf16.add_norm_reference(x, branch, None, weight, None, EPS)
+    residual, y = unquantized.add_norm(x, branch, None, weight, None, EPS)
+    expected = unquantized.add_norm_reference(x, branch, None, weight, None, EPS)
     assert torch.equal(residual, expected[0]) and torch.equal(y, expected[1])
 
 
@@ -133,7 +133,7 @@ class PlainGPT(torch.nn.Module):
     def norm(self, x, prefix):
         weight = self.weights[f"{prefix}.layer_norm_weight"]
         bias = self.weights.get(f"{prefix}.layer_norm_bias")
-        return bf16.add_norm_reference(x, None, None, weight, bias, EPS)[1]
+        return unquantized.add_norm_reference(x, None, None, weight, bias, EPS)[1]
 
     def linear(self, x, name):
         separator = "_" if name.endswith(("fc1", "fc2")) else "."
