@@ -150,14 +150,13 @@ def tokenize(options, source):
 def convert(options, source):
     """Copy token files of other programs, the last one as val.bin. Return their folder and meta.json."""
     from nanote import tokenizers, tokens
-    from nanote.new_folder import new_folder
     if len(options.files) < 2:
         raise ValueError("tokens: name two files or more, of which the last one is for validation")
     out_dir = options.out_dir or f"data/{Path(options.files[-1]).resolve().parent.name}"
     encoder = tokenizers.get_tokenizer(options.tokenizer)
     *train, val = [foreign_tokens(path, encoder) for path in options.files]
     counts = {"documents": 0, "train_tokens": sum(map(len, train)), "val_tokens": len(val)}
-    with new_folder(out_dir, options.force) as folder:
+    with tokens.new_token_folder(out_dir, options.force) as folder:
         for ids in train:
             append_tokens(folder / "train.bin", ids)
         append_tokens(folder / "val.bin", val)

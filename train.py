@@ -135,7 +135,7 @@ def make_step(config, model, optimizer, gradients) -> StepFunctions:
         # Skip a step whose norm is not finite: weights, moments, step count and FP8 state stay as they were.
         # The condition stays on the GPU, so that the host does not wait for it.
         is_skipped = ~norm.isfinite()
-        fp8_state.restore(when=is_skipped)  # could as well follow the optimizer
+        fp8_state.restore(when=is_skipped)
         optimizer.step(clip_coef, skip=is_skipped)  # multiplies the gradients by clip_coef
         return norm
 
@@ -174,24 +174,22 @@ def train(config, model, optimizer, eager: StepFunctions, loaders: Loaders, chec
     """
     loader = loaders.train
     functions = eager
-    if config.uses_cuda_graph(recipes.has_fp8_gpu(loader.device)):  # without these lines it trains as well
+    # Faster: a replay launches the kernels of a step at once. Without these two lines it trains as well.
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(loader.device)):
         functions = with_cuda_graphs(model, optimizer, eager)
     stop = parallel.StopRequest()  # Ctrl-C and SIGTERM finish the step, save and end the run
     log = Log(config, loader)
     log.say_start(model, optimizer.not_sharded_reason)
-    skipped_before = checkpoints.resumed_meta.get("skipped", [])
-    meter = StepMeter(config, model, loader, skipped_before, log.say)
+    meter = StepMeter(config, model, loader, checkpoints.skipped_before, log.say)
     profiler = profiling.Profiler(config.profile, config.out_dir, loader.device)
     step = loader.first_step - 1  # returned if the run has no step left
     with closing(stop), closing(log), profiler:
         for step in range(loader.first_step, config.max_steps + 1):
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
-            forward_backward = functions.forward_backward
-            health = nullcontext()
-            if is_due(step, config.fp8_health_interval):
-                forward_backward = eager.forward_backward  # hooks measure FP8 health, and no replay runs them
-                health = log.fp8_health(step, model)
+            measures_health = is_due(step, config.fp8_health_interval)  # in hooks, which no replay runs
+            forward_backward = eager.forward_backward if measures_health else functions.forward_backward
+            health = log.fp8_health(step, model) if measures_health else nullcontext()
             with profiler.step(step):
                 if not loader.has_labels(step):  # every token of the step, on all ranks, belongs to a prompt
                     meter.add_without_labels(step)
@@ -209,7 +207,7 @@ def train(config, model, optimizer, eager: StepFunctions, loaders: Loaders, chec
             should_save = is_due(step, config.checkpoint_interval, also_if=(is_last or is_stopped))
             if not (should_log or should_eval or should_save):
                 continue
-            record = meter.collect(step, lr)  # waits for the GPU; None until a step was finite
+            record = meter.collect(step, lr)  # waits for the GPU; None: no step was finite yet
             log.say_outliers(step, functions.fp8_state)
             if failure := checkpoints.pop_error(wait=should_save):  # before another one is written
                 log.say(f"step {step}: {failure}; training continues")
@@ -303,6 +301,7 @@ def prepare_model(config, model, loader) -> None:
         if parallel.rank() == 0:
             print("compiling, usually 30 to 70 s", flush=True)
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+        # also after an uncompiled pass: compiled code may fail where that did not
         check_first_pass(model, loader.batches(1)[0].inputs)
 
 

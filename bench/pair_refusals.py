@@ -53,7 +53,7 @@ def refused_pairs() -> list[dict]:
 
 def example_values(option: str, values: tuple) -> list:
     """Return the values to try for an option and its values in REFUSED."""
-    if values == config.TURNED_ON:
+    if values == config.ANY_VALUE_BUT_OFF:
         return [value_on(option)]
     return ["custom:my_recipe.quantizer_for" if value == "custom" else value for value in values]
 
@@ -168,7 +168,7 @@ def refused_table() -> str:
 
 def as_shown(option: str, values: tuple) -> str:
     """Return an option and its values in REFUSED for the page: "`--parallel fsdp`, `hsdp`"."""
-    if values == config.TURNED_ON:
+    if values == config.ANY_VALUE_BUT_OFF:
         return f"`{config.flag(option)}`"
     first, *others = values
     texts = [config.as_typed(option, first), *others]

@@ -441,8 +441,8 @@ class FastAdam(torch.optim.Optimizer):
 
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.kernel_arguments[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FastAdam: gradients or hyperparameters have changed since the last prepare(); "
-                               "call prepare() before the CUDA graph is captured")
+            raise RuntimeError("FastAdam: gradients or hyperparameters have changed since the last "
+                               "prepare(); call prepare() before the CUDA graph is captured")
 
     # ------------------------------------------------------------ an update that several optimizers divide
 

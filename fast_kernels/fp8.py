@@ -28,8 +28,8 @@ class FP8Data(NamedTuple):
 class Quantization(NamedTuple):
     """How to quantize a tensor under delayed scaling: saturate(value · scale) in `fp8_dtype`.
 
-    The kernel that quantizes the tensor raises `amax` to its largest magnitude, without NaN, as TE does. scale
-    and amax are views of the state of the module whose GEMM reads the tensor."""
+    The kernel that quantizes the tensor raises `amax` to its largest magnitude, without NaN, as TE does. Both
+    are views of the state of the module whose GEMM reads the tensor."""
 
     scale: torch.Tensor  # (1,) float32
     amax: torch.Tensor  # (1,) float32

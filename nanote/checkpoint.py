@@ -111,6 +111,7 @@ class Checkpoints:
         self.run_dir = Path(run_dir)
         self.keep = keep
         self.resumed_meta = resumed_meta or {}
+        self.skipped_before = self.resumed_meta.get("skipped", [])  # steps, before the run was resumed
         self.failure = None  # the OSError of the last save, until `pop_error` returns it; the thread sets it
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing = None  # the future of the last save

@@ -128,7 +128,7 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and not keeps_rule(value):
                     raise ValueError(f"{flag(name)} {value}: must be {rule}")
-        # if unset, recipes.make checks again for --compile, the only rule that then counts
+        # NANOTE_ENGINE unset: recipes.make knows the engine, and checks again
         self.check_together(os.environ.get("NANOTE_ENGINE"))
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
@@ -182,34 +182,37 @@ class Refusal(NamedTuple):
     reason: str
 
 
-TURNED_ON = ()  # in place of values: any but the one that turns the option off
+ANY_VALUE_BUT_OFF = ()  # as values of a Refusal
 SHARDED = ("fsdp", "hsdp")
 NOT_DELAYED = ("current", "block", "mxfp8", "nvfp4", "custom")
 REFUSED_WITH_GRAPH = (
-    Refusal({"cuda_graph": ("on",), "compile": TURNED_ON},
+    Refusal({"cuda_graph": ("on",), "compile": ANY_VALUE_BUT_OFF},
             "--compile-mode reduce-overhead captures its own graphs"),
-    Refusal({"cuda_graph": ("on",), "gradient_checkpointing": TURNED_ON},
+    Refusal({"cuda_graph": ("on",), "gradient_checkpointing": ANY_VALUE_BUT_OFF},
             "recomputation reads random states on the host"),
-    Refusal({"cuda_graph": ("on",), "attn_dropout": TURNED_ON}, "each replay would repeat the dropout mask"),
+    Refusal({"cuda_graph": ("on",), "attn_dropout": ANY_VALUE_BUT_OFF},
+            "each replay would repeat the dropout mask"),
 )
 REFUSED_WITH_FAST_MODEL = (
     Refusal({"model": ("fast",), "NANOTE_ENGINE": ("te", "reference")},
             "model_te_fast runs on fast_kernels only"),
     Refusal({"model": ("fast",), "fp8_recipe": NOT_DELAYED}, "model_te_fast has delayed scaling only"),
     Refusal({"model": ("fast",), "dtype": ("float32",)}, "weights of model_te_fast are BF16"),
-    Refusal({"model": ("fast",), "compile": TURNED_ON},
+    Refusal({"model": ("fast",), "compile": ANY_VALUE_BUT_OFF},
             "model_te_fast runs uncompiled, fastest in CUDA graphs"),
-    Refusal({"model": ("fast",), "attn_dropout": TURNED_ON}, "the attention of model_te_fast has no dropout"),
-    Refusal({"model": ("fast",), "fp8_health_interval": TURNED_ON},
+    Refusal({"model": ("fast",), "attn_dropout": ANY_VALUE_BUT_OFF},
+            "the attention of model_te_fast has no dropout"),
+    Refusal({"model": ("fast",), "fp8_health_interval": ANY_VALUE_BUT_OFF},
             "fused modules of model_te_fast cannot be measured"),
     Refusal({"model": ("fast",), "attention": ("sdpa", "te", "flash")},
             "model_te_fast has one attention kernel"),
 )
 REFUSED = (  # What else a model lacks has no row: lacked_options of models.py finds it.
-    Refusal({"parallel": SHARDED, "compile": TURNED_ON}, "not tested with sharded weights"),
+    Refusal({"parallel": SHARDED, "compile": ANY_VALUE_BUT_OFF}, "not tested with sharded weights"),
     Refusal({"parallel": SHARDED, "optimizer": ("muon",)}, "Muon needs whole matrices"),
-    Refusal({"fp8_recipe": ("none",), "fp8_health_interval": TURNED_ON}, "there is no FP8"),
-    Refusal({"compile": TURNED_ON, "fp8_health_interval": TURNED_ON}, "compiled code runs no hooks"),
+    Refusal({"fp8_recipe": ("none",), "fp8_health_interval": ANY_VALUE_BUT_OFF}, "there is no FP8"),
+    Refusal({"compile": ANY_VALUE_BUT_OFF, "fp8_health_interval": ANY_VALUE_BUT_OFF},
+            "compiled code runs no hooks"),
     *REFUSED_WITH_GRAPH,
     *REFUSED_WITH_FAST_MODEL,
     Refusal({"NANOTE_ENGINE": ("fast",), "fp8_recipe": NOT_DELAYED},
@@ -218,7 +221,7 @@ REFUSED = (  # What else a model lacks has no row: lacked_options of models.py f
             "FP8 GEMMs of fast_kernels take BF16 weights"),
     Refusal({"NANOTE_ENGINE": ("reference",), "fp8_recipe": ("nvfp4", "custom")},
             "only TE has this recipe"),
-    Refusal({"NANOTE_ENGINE": ("te",), "compile": TURNED_ON, "fp8_recipe": ("delayed",)},
+    Refusal({"NANOTE_ENGINE": ("te",), "compile": ANY_VALUE_BUT_OFF, "fp8_recipe": ("delayed",)},
             "TE does not support delayed scaling under torch.compile; NANOTE_ENGINE=fast (Hopper) does"),
 )
 
@@ -233,7 +236,7 @@ def find_refusal(options: dict, rows=REFUSED) -> Refusal | None:
 
 def _has_value(value, values: tuple[str, ...]) -> bool:
     """Return whether a value is among those of a Refusal."""
-    if values == TURNED_ON:
+    if values == ANY_VALUE_BUT_OFF:
         return bool(value)
     name, _, _ = str(value).partition(":")  # "custom" of custom:module.function
     return name in values

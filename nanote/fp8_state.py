@@ -83,7 +83,7 @@ class FP8State:
         return [*self.tensors, self.before, self.after, self.fallen.steps, self.fallen.fell_at]
 
     def outliers(self) -> list[Outlier]:
-        """Return the scales that fell so since the last call, earliest first. Waits for the device."""
+        """Return the outliers since the last call, earliest first. Waits for the device."""
         if not self.tensors:
             return []
         outliers = []
@@ -164,7 +164,7 @@ class FP8State:
 
 
 class FallenScales:
-    """In which step each scale fell by more than OUTLIER_FACTOR."""
+    """In which step each scale fell by more than OUTLIER_FACTOR, for the log alone."""
 
     def __init__(self, old_scales: torch.Tensor, new_scales: torch.Tensor):
         """Both (n,): the scales before and after a step, in memory that stays."""

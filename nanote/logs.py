@@ -54,8 +54,8 @@ class Log:
         self.started = time.perf_counter()
         self.is_plotted = True  # no record is missing in loss.png
         self.waiting = {}  # {file name: lines that are not written yet}
-        is_hidden = None if self.is_writer else True  # None: tqdm hides the bar without a terminal
-        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=is_hidden)
+        disable = None if self.is_writer else True  # None: tqdm shows the bar on a terminal only
+        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=disable)
         self.boards = {}  # {name: its functions log(scalars, step) and close()}
         if self.is_writer:
             with self._reporting("tensorboard"):

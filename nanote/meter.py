@@ -63,8 +63,8 @@ class StepMeter:
         """Stop the clock, and return the line of metrics.jsonl about the steps since the last call. Say which
         of them were skipped, and raise Diverged after too many. Waits for the device. Collective.
 
-        step: the last of these steps. The line has the loss and gradient norm of the last finite step, or
-        None for both if `step` had no label. There is no line, None, until a step was finite.
+        step: the last of these steps. The line has the loss and gradient norm of the last finite step; None
+        for both if `step` had no label. Return None if `step` had labels and no step was finite yet.
         """
         values = self._pending_values()
         seconds = time.perf_counter() - self.clock_started
@@ -116,8 +116,8 @@ class StepMeter:
         return Diverged(f"{reason}, after {before} skipped steps; last good checkpoint: {good}")
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the model FLOP utilization, or None if the FLOPs of the model or the GPU are not known, or
-        no step since the last record had a label."""
+        """Return the model FLOP utilization. None: the FLOPs of the model or the GPU are not known, or no
+        step since the last record had a label."""
         peak = peak_flops(self.loader.device)
         if not peak or not self.flops_per_token or tokens_per_s == 0:
             return None

@@ -92,8 +92,8 @@ def lacked_options(name: str) -> dict[str, str]:
 
 
 def check_lacked(config, lacked: dict[str, str]) -> None:
-    """Raise ValueError for an option that the model lacks, see `lacked_options`, and that a user asked for.
-    Print those that only --preset asks for."""
+    """Raise ValueError if a user asked for an option that the model lacks. Print those that only --preset
+    asks for. lacked: of `lacked_options`."""
     defaults = vars(TrainConfig())
     preset = defaults | PRESETS[config.preset]
     ignored = []
@@ -104,7 +104,8 @@ def check_lacked(config, lacked: dict[str, str]) -> None:
         elif option == "pack_documents":
             is_refused = value
         else:
-            is_refused = option in config.typed or value not in (defaults[option], preset[option])
+            is_from_run = value not in (defaults[option], preset[option])  # a checkpoint or its config.json
+            is_refused = option in config.typed or is_from_run
         if is_refused:
             raise ValueError(f"{as_typed(option, value)}: {reason}")
         if option in MODEL_OPTIONS and value != defaults[option]:
@@ -168,7 +169,7 @@ def fast_unsupported_reason(options: dict, dtype) -> str:
     options = options | {"model": "fast", "NANOTE_ENGINE": os.environ.get("NANOTE_ENGINE"),
                          "dtype": str(dtype).removeprefix("torch.")}
     if refusal := find_refusal(options, REFUSED_WITH_FAST_MODEL):
-        _, other = refusal.settings  # the first is --model fast
+        [other] = refusal.settings.keys() - {"model"}
         return f"{as_typed(other, options[other])}: {refusal.reason}"
     from fast_kernels import modules  # needs Triton
     return modules.unsupported_reason()
@@ -188,8 +189,10 @@ def describe_fp8(model, config) -> str:
     line = f"--fp8-recipe {config.fp8_recipe}"
     if fp8_format := recipes.resolve_format(config.fp8_recipe, config.fp8_format):
         line += f" {fp8_format}"
-    count_gemms = health.count_gemms_that_ran if is_model_file(config.model) else health.count_gemms_by_config
-    in_fp8, total = count_gemms(model)
+    if is_model_file(config.model):
+        in_fp8, total = health.count_gemms_that_ran(model)
+    else:
+        in_fp8, total = health.count_gemms_by_config(model)
     line += f", {in_fp8} of {total} GEMMs in FP8"
     if not in_fp8:
         line += " (use te.Linear in te.autocast, or pass --fp8-recipe none)"

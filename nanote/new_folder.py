@@ -1,7 +1,8 @@
 """A folder that is written as a whole: `new_folder` puts it in place when it is complete.
 
-It is written as .<name>.tmp/new; between two renames the folder that it replaces is .<name>.tmp/old. After a
-kill -9 between them the next call puts the old folder back.
+    .<name>.tmp/lock    is locked while a process writes the folder <name>
+    .<name>.tmp/new     is the folder until it is complete, and is then renamed
+    .<name>.tmp/old     is the one before it, until it is deleted; after a kill -9 the next call puts it back
 """
 import fcntl
 import os
@@ -9,15 +10,15 @@ import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-TOKEN_FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
-
 
 @contextmanager
-def new_folder(out_dir, force=False, advice="name another --out-dir"):
+def new_folder(out_dir, advice, check_replaceable=None):
     """Yield an empty folder that becomes `out_dir` when the block ends without an exception. A second process
     that writes the same `out_dir` is refused.
 
-    force: replace a folder of token files. advice: ends the message about a folder that cannot be written.
+    advice: ends the message about a folder that cannot be written.
+    check_replaceable: raises ValueError unless files of these names, a set, may be deleted with `out_dir`.
+        None: only an empty folder may.
     """
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
@@ -29,7 +30,11 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
         with locked_folder(work, f"{out_dir}: another process is writing it; wait for its end, or {advice}"):
             try:
                 tidy(new, old, target)  # after kill -9
-                check_replaceable(target, out_dir, force)
+                names = set(os.listdir(target)) if target.exists() else set()
+                if names and check_replaceable is None:
+                    raise ValueError(f"{out_dir}: exists; {advice}")
+                if names:
+                    check_replaceable(names)
                 new.mkdir()
                 yield new
                 if target.exists():
@@ -40,15 +45,6 @@ def new_folder(out_dir, force=False, advice="name another --out-dir"):
     except OSError as error:
         reason = error.strerror or error
         raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
-
-
-def check_replaceable(target, out_dir, force):
-    """Raise ValueError unless the folder `target` is absent, empty, or `force` may replace it."""
-    content = set(os.listdir(target)) if target.exists() else set()
-    if content - TOKEN_FILES:  # --force must not delete what data.py did not write
-        raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
-    if content and not force:
-        raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
 
 
 def tidy(new, old, target):

@@ -22,7 +22,7 @@ OPTION_TYPES = {field.name: TYPES[field.name] for field in fields(TrainConfig)}
 BOOLEANS = dict(true=True, yes=True, on=True, false=False, no=False, off=False)
 OFF_VALUES = (None, False, "auto", "default", "off")  # values that ask for nothing; 0 equals False
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile", "command"}  # a new start has its own
-GONE = dict(  # options of earlier versions, with their defaults
+GONE = dict(  # options of earlier versions, with their defaults; another value prints a line
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
     hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
     grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,

@@ -83,7 +83,8 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if config.compile:  # TE does not compile delayed scaling; config.check may not have known the engine
+    # config.check knows the engine only if NANOTE_ENGINE is set. model_te_fast is on fast_kernels in any case.
+    if config.model != "fast":
         config.check_together(ENGINE)
     if is_custom:
         return make_custom(name)
@@ -206,7 +207,8 @@ def get_state(model):
 
 
 def set_state(model, state):
-    """Restore the result of `get_state` for delayed scaling; of another history length, the newest rows."""
+    """Restore the result of `get_state` for delayed scaling. A history of another length takes the newest
+    rows."""
     if not state or not uses_delayed_scaling(model):
         return
     remaining = dict(state)

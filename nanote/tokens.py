@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from nanote.new_folder import new_folder
 
+TOKEN_FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -112,7 +113,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     if answers_only:
         dtypes["mask"] = np.dtype(np.uint8)
     pool = ThreadPoolExecutor(os.cpu_count() if num_workers is None else num_workers)
-    with pool, new_folder(out_dir, force) as folder:
+    with pool, new_token_folder(out_dir, force) as folder:
         pieces = encoded(documents, encoder, val_fraction, pool)
         counts = write_splits(folder, dtypes, pieces)
         if not counts["documents"]:
@@ -123,6 +124,17 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
             cut_end(folder, dtypes, full_split, val_fraction, encoder, counts)
         return write_meta(folder, encoder, dtypes["bin"], source=source, val_fraction=val_fraction, **counts,
                           left_out=dict(left_out or {}))
+
+
+def new_token_folder(out_dir, force):
+    """Return the context `new_folder` for token files. force: it may replace a folder of token files."""
+    def check_replaceable(names):
+        if names - TOKEN_FILES:  # --force must not delete what data.py did not write
+            raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
+        if not force:
+            raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
+
+    return new_folder(out_dir, "name another --out-dir", check_replaceable)
 
 
 class Piece(NamedTuple):

@@ -390,8 +390,8 @@ def test_a_second_process_may_not_write_the_same_folder(refuse):
     write_tokens(["old text"], "set")
     arguments = ["text", "a.txt", "--out-dir", "set", "--force"]
     code = (f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-            "from nanote.new_folder import new_folder\n"
-            "with new_folder('set', force=True) as folder:\n"
+            "from nanote.tokens import new_token_folder\n"
+            "with new_token_folder('set', force=True) as folder:\n"
             "    (folder / 'train.bin').write_bytes(b'ab')\n"
             "    print(flush=True); sys.stdin.read()")
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

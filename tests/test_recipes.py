@@ -64,6 +64,17 @@ def test_options_of_delayed_scaling_and_no_recipe():
         make_recipe("blockwise")
 
 
+def test_options_that_the_engine_found_here_refuses(monkeypatch):
+    """Without NANOTE_ENGINE they are not known before."""
+    monkeypatch.setattr(recipes, "ENGINE", "fast")
+    with pytest.raises(ValueError, match="NANOTE_ENGINE=fast: does not go with --dtype float32 and "):
+        make_recipe(dtype="float32")
+    monkeypatch.setattr(recipes, "ENGINE", "te")
+    with pytest.raises(ValueError, match="NANOTE_ENGINE=te: does not go with --compile and "):
+        make_recipe(compile=True)
+    assert make_recipe(model="fast") is not None  # runs on fast_kernels, also beside TE
+
+
 @on_reference
 @pytest.mark.parametrize("name, reason", [("nvfp4", "emulates FP8 only"), ("custom:math.exp", "quantizers")])
 def test_an_unsupported_recipe_gives_the_reason(name, reason):
