@@ -83,7 +83,7 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    # config.check knows the engine only if NANOTE_ENGINE is set. model_te_fast is on fast_kernels in any case.
+    # config.check knows the engine only if NANOTE_ENGINE is set. model_te_fast always has fast_kernels.
     if config.model != "fast":
         config.check_together(ENGINE)
     if is_custom:
