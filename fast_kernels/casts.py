@@ -303,7 +303,7 @@ def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
-        _, programs, options = _tile(TILE, rows, columns)
+        programs, options = _tile(TILE, rows, columns)
         kernels._activation_kernel[(programs,)](
             x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums_ptr=None, N=rows, D=columns,
             KIND=GATED.get(activation, activation), GATED=activation in GATED, **options)
@@ -347,9 +347,10 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
         rows, columns = dy.shape
         is_gated = activation in GATED
         sizes = TILE if is_gated else DBIAS_TILE  # gated, a tile has two outputs
-        tile_rows, programs, options = _tile(sizes, rows, columns)
+        programs, options = _tile(sizes, rows, columns)
         partial_sums = None
         if bias is not None:
+            tile_rows = ceil_div(rows, sizes["ROWS"])
             partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
         kernels._activation_backward_kernel[(programs,)](
             dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
@@ -381,9 +382,11 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     rows, columns = x.shape
     dbias = x.new_empty(columns if with_dbias else 0)
     if not is_fake(x):
-        tile_rows, programs, options = _tile(DBIAS_TILE if with_dbias else TILE, rows, columns)
+        sizes = DBIAS_TILE if with_dbias else TILE
+        programs, options = _tile(sizes, rows, columns)
         partial_sums = None
         if with_dbias:
+            tile_rows = ceil_div(rows, sizes["ROWS"])
             partial_sums = torch.empty((tile_rows, columns), dtype=torch.float32, device=x.device)
         kernels._activation_kernel[(programs,)](
             x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
@@ -413,7 +416,7 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
             *addresses, shape, _ = key[number]
             rows.append((*addresses, *shape))
-            _, tile_count, _ = _tile(TILE, *shape)
+            tile_count, _ = _tile(TILE, *shape)
             tiles += [[number, tile] for tile in range(tile_count)]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
@@ -435,7 +438,7 @@ def reduce_rows(x, out):
 def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
     rows, columns = rowwise.shape
-    _, programs, options = _tile(TRANSPOSE_TILE, rows, columns)
+    programs, options = _tile(TRANSPOSE_TILE, rows, columns)
     kernels._transpose_kernel[(programs,)](
         rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
 
@@ -492,11 +495,11 @@ def _output_shape(activation, x):
 
 
 def _tile(sizes, rows, columns):
-    """Return how many rows of tiles cover a matrix, how many tiles, and launch parameters. FITS: no masks."""
+    """Return (programs, launch parameters): a program for each tile of a matrix. FITS: no masks."""
     tile_rows = ceil_div(rows, sizes["ROWS"])
     tile_columns = ceil_div(columns, sizes["COLUMNS"])
     fits = tile_rows * sizes["ROWS"] == rows and tile_columns * sizes["COLUMNS"] == columns
-    return tile_rows, tile_rows * tile_columns, dict(sizes, FITS=fits)
+    return tile_rows * tile_columns, dict(sizes, FITS=fits)
 
 
 def _norm_sizes(rows, columns):

@@ -99,7 +99,8 @@ def _differentiate_add_norm(ctx, dresidual, dy, dmean, drstd):
     if needs.branch_bias and dbranch_bias is None:
         dbranch_bias = dx.sum(0)
     dbranch = dx if needs.branch else None  # the same tensor, which autograd does not write to
-    return tuple(AddNormInputs(dx, dbranch, dbranch_bias, dweight, dbias))
+    return tuple(AddNormInputs(
+        x=dx, branch=dbranch, branch_bias=dbranch_bias, weight=dweight, bias=dbias))
 
 
 def _differentiate_norm_in_pytorch(ctx, dresidual, dy):
