@@ -286,13 +286,13 @@ def activate(activation, x, bias, quantization):
         bias: BF16, (D,) or (2D,), or None.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
-    return FP8Data(*_activate(activation, x, bias, *as_arguments(quantization)))
+    return FP8Data(*_activate(activation, x, bias, *quantization))
 
 
 def activate_bf16(activation, x, bias):
     """`activate` without FP8: returns activation(x + bias), (N, D) BF16."""
     check_activation("fast_kernels.casts.activate_bf16", activation, x, bias)
-    y, _, _ = _activate(activation, x, bias, *as_arguments(None))
+    y, _, _ = _activate(activation, x, bias, *as_arguments(quantization=None))
     return y
 
 
