@@ -613,7 +613,7 @@ class _Module(nn.Module):
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
-            meta |= _early_states[self]  # of torch.compile
+            meta |= _early_states[self]  # made while torch.compile traced another module
             _early_states[self] = {}
             self._add_missing_states(recipe, meta)
         else:
@@ -702,7 +702,7 @@ class _Module(nn.Module):
             w = self._fp8_weight(gemm, weight, is_first_microbatch)
             y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
             return y.view(*x.shape[:-1], -1)
-        if hasattr(weight, "fp8_owner"):
+        if _is_fp8_parameter(weight):
             w = weight.detach().float()
         else:
             (w,) = self._fp8_weight(gemm, weight, is_first_microbatch)
@@ -1134,8 +1134,9 @@ class DotProductAttention(_Module):
         q, k, v = (t.permute(order) for t in (query_layer, key_layer, value_layer))  # (B, H, S, D)
         queries = q.shape[2]
         keys = k.shape[2]
+        from_the_end = _MASKS[mask_type].from_the_end
         # With as many keys as queries the own key is key i from either end
-        from_the_end = _MASKS[mask_type].from_the_end and queries != keys
+        is_shifted = from_the_end and queries != keys
         # SDPA computes a causal mask itself, if asked to, and needs none for all keys
         sdpa_is_causal = False
         mask = None
@@ -1144,9 +1145,9 @@ class DotProductAttention(_Module):
             is_token = ~padding[:, None]  # (B, 1, S)
             in_reach = _keys_in_reach(queries, keys, window, from_the_end, q.device)
             mask = in_reach & is_token[:, :, :, None] & is_token[:, :, None, :]
-        elif window == (-1, 0) and not from_the_end:
+        elif window == (-1, 0) and not is_shifted:  # causal, without a window
             sdpa_is_causal = True
-        elif window != (-1, -1):
+        elif window != (-1, -1):  # with a window, or causal and shifted
             mask = _keys_in_reach(queries, keys, window, from_the_end, q.device)
         out = self._attend(q, k, v, mask, sdpa_is_causal).transpose(1, 2)  # (B, S, H, D)
         if qkv_format == "sbhd":
@@ -1517,6 +1518,10 @@ def _store_in_fp8(module, gemm, weight):
         weight.copy_(_fp8_parameter_value(weight, weight))
 
 
+def _is_fp8_parameter(parameter):
+    return hasattr(parameter, "fp8_owner")
+
+
 def _fp8_parameter_value(parameter, master):
     """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
     of an FP8 parameter after an update."""
@@ -1568,7 +1573,7 @@ class FusedAdam(torch.optim.Optimizer):
         state = self.state[param]
         for name, dtype in self.moment_dtypes.items():
             state[name] = torch.zeros_like(param, dtype=dtype)
-        if self.master_weights and (param.dtype != torch.float32 or hasattr(param, "fp8_owner")):
+        if self.master_weights and (param.dtype != torch.float32 or _is_fp8_parameter(param)):
             state["master_param"] = param.detach().float().clone()
 
     def set_scaled_state(self, param, name, value):
@@ -1623,19 +1628,22 @@ class FusedAdam(torch.optim.Optimizer):
         if self.adam_w_mode:
             update.add_(w, alpha=group["weight_decay"])
         w.sub_(update * group["lr"])
-        if w is not p:
-            p.copy_(_fp8_parameter_value(p, w) if hasattr(p, "fp8_owner") else w)
+        if _is_fp8_parameter(p):  # w is never p
+            p.copy_(_fp8_parameter_value(p, w))
+        elif w is not p:
+            p.copy_(w)
 
     def _float32_weight(self, p):
         """Return the weight to update: the master weight, the parameter itself, or a copy of it."""
         if "master_param" in self.state[p]:
             return self.state[p]["master_param"]
-        in_fp8 = hasattr(p, "fp8_owner")
-        if in_fp8 and not p.fp8_owner[0]()._delayed():
-            raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
-                               "under this recipe. Use master_weights=True.")
-        is_exact = p.dtype == torch.float32 and not in_fp8
-        return p if is_exact else p.float().clone()
+        if _is_fp8_parameter(p):
+            owner, _ = p.fp8_owner
+            if not owner()._delayed():
+                raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
+                                   "under this recipe. Use master_weights=True.")
+            return p.float().clone()
+        return p if p.dtype == torch.float32 else p.float()
 
     def state_dict(self):
         state_dict = super().state_dict()
@@ -1787,13 +1795,13 @@ _NOT_EMULATED = {
 
 # ---------------------------------------------------------------- torch.compile
 #
-# Skip this part if you do not compile. The parts above know of it the functions whose names end in
+# Skip this part if you do not compile. The parts above use from it the functions whose names end in
 # `while_tracing`, `_early_states`, and the phase "compiled" of a checkpoint.
 #
 # A compiled graph has tensor operations only: it can neither make nor register FP8 state. So this is done
 # while torch.compile traces, by functions that it calls and does not trace. `assume_constant_result` marks
-# them. They are methods, `Recipe._prepare_modules` and `_Module._allocate_workspaces`, since arguments must
-# be constants, which neither a recipe nor a module is.
+# them. They are methods, `Recipe._prepare_modules` and `_Module._allocate_workspaces`: torch.compile wants
+# arguments that are constants, but takes any object as `self`.
 #
 # The backward pass of the first module, which rolls the histories of all, is traced before the other modules
 # are. So the states of all are made with the first one's. Until its module runs, such an early state is kept
