@@ -4,8 +4,8 @@
 
 All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters
 and clipping of train.py, BF16 weights and the same random tokens. Each arm takes turns with `bf16`, each edit
-with `fp8`; a ratio is the median over their steps, with its 95 % interval. Field `fa4` of a row says whether
-FlashAttention 4 was installed, which fast_kernels then uses.
+with `fp8`; a ratio is that of their median steps. Field `fa4` of a row says whether FlashAttention 4 was
+installed, which fast_kernels then uses.
 
 - bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
 - fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled

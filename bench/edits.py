@@ -5,8 +5,8 @@
     NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --json results/fast_edits.json
 
 The edited model is a copy of the model file with the diff applied. Its step and the unedited model's take
-turns, on the same random tokens; `ratio` is the speed of the edit over the unedited model, the median over
-their steps, with its 95 % interval.
+turns, on the same random tokens. `ratio` is the unedited model's median step over the edit's;
+`ratio_interval` is the 95 % interval of the median ratio of their steps.
 """
 import sys
 from pathlib import Path

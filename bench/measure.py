@@ -152,7 +152,11 @@ def warm_up(training, batches, timing) -> None:
 
 
 def time_steps(training, batches, timing, baseline) -> dict:
-    """Time steps, in turns with those of a baseline if there is one -> figures of speed."""
+    """Time steps, in turns with those of a baseline if there is one -> figures of speed.
+
+    The speed over the baseline is the ratio of the median steps. Its interval is that of the median ratio of
+    steps that took turns.
+    """
     functions = {"arm": partial(training, batches, LR)}
     if baseline is not None:
         functions = {"baseline": partial(baseline, batches, LR)} | functions
@@ -163,7 +167,7 @@ def time_steps(training, batches, timing, baseline) -> dict:
     figures = {
         "ms": ms, "slowest_ms": max(times["arm"]), "tokens_per_s": 1e3 * tokens / ms, timing.ratio: None}
     if baseline is not None:
-        ratios = [theirs / own for theirs, own in zip(times["baseline"], times["arm"])]
+        ratios = [before / after for before, after in zip(times["baseline"], times["arm"])]
         figures[timing.ratio] = statistics.median(times["baseline"]) / ms
         figures[f"{timing.ratio}_interval"] = interval_of_median(ratios)
     return figures

@@ -19,11 +19,12 @@ INTRODUCTION = """# What was measured
 You get every table of measurements, with its machine, its versions and the command that made it. The other
 pages say what follows from them. `python bench/measured.py` writes this page from the JSON in `results/`.
 
-- Each command is what was typed then. Where it names a script that is gone, the commit has the script.
+- Each command is what was typed then. Where it names a script that is gone, the line above says which commit
+  has it, in `bench/` if the command has it in `results/`.
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
-LAST_COMMITS = {"bench/convergence.py": "897e2cf"}  # of scripts that are gone
+COMMITS_OF_SCRIPTS = {"bench/convergence.py": "897e2cf"}  # that are gone: where their last version is
 SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
 SHAPES = {
     "124m-b32": "GPT-2 124M, 32 x 1,024",
@@ -93,9 +94,9 @@ def origin_of_file(name):
         facts.append(row.get("date"))
         commands += row.get("command", "").split("; ")
     commands = unique(commands)
-    for script, commit in LAST_COMMITS.items():
+    for script, commit in COMMITS_OF_SCRIPTS.items():
         if script in " ".join(commands):
-            facts.append(f"{script}: last in commit {commit}")
+            facts.append(f"{script} is in commit {commit}")
     lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
     if len(commands) > 3:
         lines.append(f"# commands not shown: {len(commands) - 3}")
@@ -289,7 +290,9 @@ def memory():
 def edits():
     return section(
         "Edited models over unedited ones",
-        "GPT-2 124M, 32 x 1,024 tokens, CUDA graphs; `optimized` runs on `fast_kernels`.",
+        """GPT-2 124M, 32 x 1,024 tokens, CUDA graphs; `optimized` runs on `fast_kernels`. Speeds and
+        intervals are those of the median ratio of steps that took turns; `bench/edits.py` now writes the
+        ratio of the median steps beside the same interval.""",
         ["fast_edits"],
         {"edit": "{edit}", "of": "{model}", "ms": "{ms:.1f}",
          "speed": "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"})
