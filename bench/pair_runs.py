@@ -48,7 +48,7 @@ def results_of(runs: list[Run], folder: Path, jobs: int):
     results = queue.SimpleQueue()
 
     def work():
-        while True:
+        while True:  # after the last group it waits, until the process ends with its daemon threads
             for result in results_of_group(*groups.get()):
                 results.put(result)
 

@@ -61,7 +61,7 @@ RESUME_BOUND = 5e-3  # on a GPU, whose sums may have another order; te_reference
 
 # ---------------------------------------------------------------- training
 
-def train(rows: list[Row], folder: Path, jobs: int):
+def train_in_groups(rows: list[Row], folder: Path, jobs: int):
     """Train rows; yield (row, its result, that of its plain row) when both have ended."""
     corpora = f"{folder}/corpora"
     make_corpora(corpora)
@@ -164,13 +164,13 @@ def choices_in(report: dict, stack: str) -> list[dict]:
 
 def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) -> None:
     """Write what a part has trained to the JSON of all parts."""
-    from bench import report
+    from bench.report import row_origin, write_json
     rows = {}
     for stack, choices in trained.items():
         if choices:
             rows[stack] = [list(choice.values()) for choice in choices]
-    own = report.row_origin("bench/pairs.py", argv) | {"failed": failed, "rows": rows}
-    report.write_json(path, read_parts(path) | {part: own})
+    report = row_origin("bench/pairs.py", argv) | {"failed": failed, "rows": rows}
+    write_json(path, read_parts(path) | {part: report})
 
 
 def summarize(part: str, own: dict, parts: dict) -> tuple[str, int]:
@@ -262,7 +262,7 @@ def train_rows(rows: list[Row], folder: Path, options: Options, argv: list) -> t
     """Train the rows of a part and print the outcome of each -> ({stack: choices that are right}, failed)."""
     trained = {stack: [] for stack in STACKS}
     failed = 0
-    for number, (row, result, plain_result) in enumerate(train(rows, folder, options.jobs), 1):
+    for number, (row, result, plain_result) in enumerate(train_in_groups(rows, folder, options.jobs), 1):
         problems = problems_of(row, result, plain_result)
         if problems:
             failed += 1

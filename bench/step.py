@@ -29,7 +29,7 @@ SHAPES = {  # options of train.py
     "guide": dict(n_layer=4, n_embd=768, n_head=12, micro_batch_size=8, seq_len=512),
     "llama3-8b": PRESETS["llama3-8b"] | dict(preset="llama3-8b", grad_accum=1),
 }
-# the block "modern"; its embeddings are tied, its MLP 8/3 as wide, its KV heads a quarter of the heads
+# the block "modern"; its embeddings are tied, its MLP 8/3 as wide, its KV heads by `make_config`
 MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
               micro_batch_size=2, seq_len=32)
@@ -109,6 +109,7 @@ def make_config(options: dict, device, block="gpt2") -> TrainConfig:
     """Return train.py's options for a shape, or without a GPU those of a tiny model with the same block."""
     fields = dict(preset="gpt2-124m", vocab_size=50304) | options
     if block == "modern":
+        # a quarter of the heads, but four of 12, as in the rows of results/
         kv_heads = 4 if fields["n_head"] == 12 else max(1, fields["n_head"] // 4)
         fields |= MODERN | dict(n_kv_head=kv_heads)
     if device.type != "cuda":
