@@ -72,11 +72,13 @@ ARMS = {  # {name: options of train.py}
 }
 MODERN = dict(
     activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
+SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)
 SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tiny` 512
-    "124m": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2),
-    "modern": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | MODERN,
-    "350m": dict(preset="gpt2-350m", micro_batch_size=32, grad_accum=4),
-    "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2),
+    "124m": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | SCHEDULE,
+    "modern": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | SCHEDULE | MODERN,
+    "350m": dict(preset="gpt2-350m", micro_batch_size=32, grad_accum=4) | SCHEDULE,
+    "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2,
+                 warmup_steps=4, eval_tokens=512),
 }
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
 # 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
@@ -93,8 +95,6 @@ class Options:
     stop: float = 1.0  # Where it stops.
     end: float | None = None  # Where the run ends. None: at --stop.
     lr: float = 1.2e-3  # Peak learning rate.
-    warmup_steps: int = 100
-    eval_tokens: int = 2_000_000
     minutes: float = math.inf  # Save and stop after so long; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
     out_dir: Path = Path("out/paired")  # Folder of the runs' states.
@@ -109,6 +109,10 @@ class Options:
     @property
     def steps(self) -> int:
         return math.ceil(self.tokens / self.tokens_per_step)
+
+    @property
+    def end_or_stop(self) -> float:
+        return self.stop if self.end is None else self.end
 
     def step_at(self, fraction: float) -> int:
         return round(fraction * self.steps)
@@ -130,19 +134,16 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     """Return the parts of a run, without those that have no step."""
     start = options.step_at(options.start)
     stop = options.step_at(options.stop)
+    end = options.step_at(options.end_or_stop)
     data = Path(options.data).name
     folder = options.out_dir / f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
-    windows = [(BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end_step(options))]
+    windows = [(BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end)]
     for name, first_step, last_step in windows:
         if first_step <= last_step:
             folder = folder / f"{name}-{first_step}-{last_step}"
             parts.append(Part(name, first_step, last_step, folder))
     return parts
-
-
-def end_step(options: Options) -> int:
-    return options.step_at(options.stop if options.end is None else options.end)
 
 
 def is_complete(part: Part) -> bool:
@@ -151,8 +152,7 @@ def is_complete(part: Part) -> bool:
 
 
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
-    fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr,
-                  warmup_steps=options.warmup_steps, eval_tokens=options.eval_tokens)
+    fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
     return TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
 
 
@@ -165,43 +165,13 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     device = models.pick_device(config.device)
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
-    torch.manual_seed(seed)
-    model = train.build_model(config, device)
-    if config.compile:
-        model.compile()
-    optimizer = make_optimizer(model, config)
-    gradients = make_gradients(model, config.grad_accum)
-
-    trained = {"losses": [], "ms_per_step": []}  # so far, of this part
-    next_step = part.first_step
-    unfinished = checkpoint.latest(part.folder)
-    if unfinished is not None:
-        checkpoint.load(unfinished, model, optimizer)
-        trained = checkpoint.read_meta(unfinished)
-        next_step = trained["step"] + 1
-    elif source is not None:
-        load_state(checkpoint.latest(source), model, optimizer)
-        if recipes.uses_delayed_scaling(model):
-            recipes.find_first_scales(model, loader.batches(next_step)[0].inputs, config.grad_accum)
-    functions = train.make_step(config, model, optimizer, gradients)
-    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
-        functions = train.with_cuda_graphs(model, optimizer, functions)
-
-    pending = []  # losses on the device
-    times = [time.monotonic()]
-    step = next_step - 1
-    while step < part.last_step and times[-1] < deadline:
-        step += 1
-        optimizer.set_lr(learning_rate(step, config))
-        loss = train.run_micro_batches(functions.forward_backward, loader.batches(step))
-        functions.update()
-        pending.append(loss)
-        if step % CHUNK == 0 or step == part.last_step:
-            loss.item()  # waits for the GPU
-            times.append(time.monotonic())
+    model, optimizer, functions = make_training(config, device)
+    trained = load_part(config, model, optimizer, loader, part, source)
+    step, losses, ms_per_step = train_steps(
+        config, optimizer, functions, loader, trained["step"] + 1, part.last_step, deadline)
     meta = {
-        "losses": trained["losses"] + [loss.item() for loss in pending],
-        "ms_per_step": trained["ms_per_step"] + ms_of_chunks(times),
+        "losses": trained["losses"] + losses,
+        "ms_per_step": trained["ms_per_step"] + ms_per_step,
         "train_sha256": loader.meta["train_sha256"],
         "machine": recipes.describe(),
         "commit": commit(),
@@ -210,6 +180,52 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
         meta |= validation_losses(config, model, device)
     with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
         checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
+
+
+def make_training(config: TrainConfig, device):
+    """Return the model, the optimizer and the functions of a training step, as train.py makes them."""
+    torch.manual_seed(config.seed)
+    model = train.build_model(config, device)
+    if config.compile:
+        model.compile()
+    optimizer = make_optimizer(model, config)
+    gradients = make_gradients(model, config.grad_accum)
+    functions = train.make_step(config, model, optimizer, gradients)
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
+        functions = train.with_cuda_graphs(model, optimizer, functions)
+    return model, optimizer, functions
+
+
+def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source: Path | None) -> dict:
+    """Load the state that a part continues with. Return its last step, its losses and its times so far."""
+    unfinished = checkpoint.latest(part.folder)
+    if unfinished is not None:
+        checkpoint.load(unfinished, model, optimizer)
+        return checkpoint.read_meta(unfinished)
+    if source is not None:
+        load_state(checkpoint.latest(source), model, optimizer)
+        if recipes.uses_delayed_scaling(model):
+            batch = loader.batches(part.first_step)[0]  # which `train_steps` reads again
+            recipes.find_first_scales(model, batch.inputs, config.grad_accum)
+    return {"step": part.first_step - 1, "losses": [], "ms_per_step": []}
+
+
+def train_steps(config: TrainConfig, optimizer, functions, loader, first_step: int, last_step: int,
+                deadline: float) -> tuple[int, list[float], list[float]]:
+    """Train until the deadline. Return the step reached, the loss of each step, and ms per step."""
+    losses = []  # on the device
+    times = [time.monotonic()]
+    step = first_step - 1
+    while step < last_step and times[-1] < deadline:
+        step += 1
+        optimizer.set_lr(learning_rate(step, config))
+        loss = train.run_micro_batches(functions.forward_backward, loader.batches(step))
+        functions.update()
+        losses.append(loss)
+        if step % CHUNK == 0 or step == last_step:
+            loss.item()  # waits for the GPU
+            times.append(time.monotonic())
+    return step, [loss.item() for loss in losses], ms_of_chunks(times)
 
 
 def validation_losses(config: TrainConfig, model, device) -> dict:
@@ -271,7 +287,7 @@ def train_seeds(options: Options) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
+    """Return a value of CUDA_VISIBLE_DEVICES for each GPU; ["0"] without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible:
         return visible.split(",")
@@ -306,15 +322,16 @@ def run_record(options: Options, arm: str, seed: int) -> dict:
         losses += meta["losses"]
         if part.arm == arm:
             ms_per_step += meta["ms_per_step"]
+    last = meta  # of the last part
     return {
         "size": options.size, "arm": arm, "seed": seed, "steps": options.steps, "lr": options.lr,
-        "train_sha256": meta["train_sha256"],
+        "train_sha256": last["train_sha256"],
         "tokens": options.steps * options.tokens_per_step,
-        "start": options.start, "stop": options.stop, "end": end_step(options),
+        "start": options.start, "stop": options.stop, "end": options.end_or_stop,
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
-        "losses": [round(loss, 6) for loss in losses], "val_loss": meta["val_loss"],
-        "val_loss_without_fp8": meta.get("val_loss_without_fp8"),
-        "machine": meta["machine"], "commit": meta["commit"]}
+        "losses": [round(loss, 6) for loss in losses], "val_loss": last["val_loss"],
+        "val_loss_without_fp8": last.get("val_loss_without_fp8"),
+        "machine": last["machine"], "commit": last["commit"]}
 
 
 # What the runs of a pair have in common, with the seed.
@@ -365,8 +382,8 @@ def interval_of(values: list[float]) -> list[float] | None:
 
 
 def median_speed(pairs: list[tuple]) -> float | None:
-    """Return BF16's time per step over the arm's, the median of the pairs; None if a part was too short to
-    be timed."""
+    """Return BF16's time per step over the arm's, the median of the pairs that were timed; None if none was,
+    because the parts were too short."""
     ratios = [baseline["ms"] / run["ms"] for run, baseline in pairs if baseline["ms"] and run["ms"]]
     return statistics.median(ratios) if ratios else None
 
@@ -384,25 +401,28 @@ def training_loss(run: dict) -> float:
 def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
 
-    The arm needs (other / tokens)^(gap / fall) times as many tokens. `other` is the nearest other length of
-    whole runs, `gap` the arm's loss above BF16's, `fall` how much BF16's loss falls from `tokens` to `other`.
+    The arm needs (nearest / tokens)^(gap / fall) times as many tokens. `nearest` is the nearest other length
+    of whole runs, `gap` the arm's loss above BF16's, `fall` how much BF16's loss falls to that length.
     None without such runs, or if the gap is larger than the fall, since that is too far to extrapolate.
     """
-    is_whole = (row["start"], row["stop"]) == (0.0, 1.0)
-    others = []  # whole runs of other lengths
-    for other in rows:
-        same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-        is_same_study = all(other[name] == row[name] for name in same)
-        if is_same_study and other["tokens"] != row["tokens"]:
-            others.append(other)
-    if not is_whole or not others or row["speed"] is None:
+    if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
         return None
-    other = min(others, key=lambda other: abs(math.log(other["tokens"] / row["tokens"])))
-    fall = row["baseline_training_loss"] - other["baseline_training_loss"]
+
+    def is_other_length(other):
+        same = ("arm", "size", "train_sha256", "lr", "start", "stop")
+        return other["tokens"] != row["tokens"] and all(other[name] == row[name] for name in same)
+
+    def distance(other):
+        return abs(math.log(other["tokens"] / row["tokens"]))
+
+    nearest = min(filter(is_other_length, rows), key=distance, default=None)
+    if nearest is None:
+        return None
+    fall = row["baseline_training_loss"] - nearest["baseline_training_loss"]
     gap = row["training"]
     if abs(gap) > abs(fall):
         return None
-    more_tokens = (other["tokens"] / row["tokens"]) ** (gap / fall)
+    more_tokens = (nearest["tokens"] / row["tokens"]) ** (gap / fall)
     return row["speed"] / more_tokens
 
 
@@ -433,8 +453,7 @@ def describe_ratio(ratio: float | None) -> str:
 
 def check_options(options: Options) -> None:
     check_output(options.json)
-    end = options.stop if options.end is None else options.end
-    if not 0 <= options.start < options.stop <= end <= 1:
+    if not 0 <= options.start < options.stop <= options.end_or_stop <= 1:
         raise ValueError(f"--start {options.start} --stop {options.stop} --end {options.end}: must be "
                          "fractions of the run in this order, such as --start 0.75 --stop 1")
     if "nanogpt" in options.arms and not os.environ.get("NANOGPT"):
@@ -462,11 +481,12 @@ def add_runs(options: Options, argv) -> list[dict]:
 
 
 def main(argv=None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, "bench/paired.py", __doc__)
     check_options(options)
     if options.only_train:
         return 0 if train_seeds(options) else 1
-    if not train_on_all_gpus(options, sys.argv[1:] if argv is None else argv):
+    if not train_on_all_gpus(options, argv):
         print("not complete; the same command continues")
         return 1
     print(main_table(add_runs(options, argv)))

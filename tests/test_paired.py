@@ -18,9 +18,8 @@ def study(tmp_path, tokens):
     def run(*arguments, name="runs"):
         path = tmp_path / f"{name}.json"
         code = paired.main([
-            "--size", "tiny", "--tokens", str(512 * STEPS), "--warmup-steps", "4", "--eval-tokens", "512",
-            "--seeds", "1", "--data", str(tokens), "--out-dir", str(tmp_path / name), "--json", str(path),
-            *arguments])
+            "--size", "tiny", "--tokens", str(512 * STEPS), "--seeds", "1", "--data", str(tokens),
+            "--out-dir", str(tmp_path / name), "--json", str(path), *arguments])
         return code, json.loads(path.read_text()) if path.exists() else None
     return run
 
@@ -59,7 +58,7 @@ def test_a_run_that_is_cut_continues(study, monkeypatch):
 
 def run_of(arm, seed, loss, ms=100.0, steps=10):
     pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
-            "start": 0.0, "stop": 1.0, "end": steps}
+            "start": 0.0, "stop": 1.0, "end": 1.0}
     return pair | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
                      "val_loss": loss + 0.5}
 
