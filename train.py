@@ -209,11 +209,11 @@ def train(config, model, optimizer, eager: StepFunctions, loaders: Loaders, chec
                 continue
             record = meter.collect(step, lr)  # waits for the GPU; None: no step was finite yet
             log.say_outliers(step, functions.fp8_state)
-            if failure := checkpoints.pop_error(wait=should_save):  # before another one is written
-                log.say(f"step {step}: {failure}; training continues")
             val_record = validate(config, model, loaders.val, step) if should_eval else {}
             if record is not None:
                 log.write(record | val_record)
+            if failure := checkpoints.pop_error(wait=should_save):  # before another one is written
+                log.say(f"step {step}: {failure}; training continues")
             if should_save:
                 meta = run_folder.run_meta(config, model, loader, step, meter.all_skipped)
                 checkpoints.save(step, model, optimizer, meta)

@@ -230,26 +230,13 @@ def _parameter_gradient(parameter, dy, x):
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        dweight = weight_gradient(dy, x, out=torch.empty_like(main_grad))
-        _add_to_main_grad_later(parameter, dweight)
-        return dweight
+        return weight_gradient(dy, x, out=torch.empty_like(main_grad))
     parameter.main_grad_pass = backward_pass
     accumulate = not getattr(parameter, "overwrite_main_grad", False)
     weight_gradient(dy, x, out=main_grad, accumulate=accumulate)
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
-
-
-def _add_to_main_grad_later(parameter, dweight):
-    """Add a gradient to `main_grad` once autograd has its sum, unless that is where autograd has put it. An
-    owner of `main_grad` that takes the sum from `grad` in a hook of its own sets `grad` to None."""
-    def add(parameter):
-        hook.remove()
-        if parameter.grad is not None and parameter.grad.data_ptr() != parameter.main_grad.data_ptr():
-            parameter.main_grad.add_(dweight)
-
-    hook = parameter.register_post_accumulate_grad_hook(add)
 
 
 def first_derivative_only(backward):
@@ -303,13 +290,13 @@ class _NormLinear(torch.autograd.Function):
 
 def _differentiate_norm_linear(ctx, dresidual, dout):
     """Return the gradients of `_NormLinear`'s inputs. dresidual, dout: None if that output was not used."""
-    residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
     needs = NormLinearInputs(*ctx.needs_input_grad)
     if dout is None:
         # twice the same tensor: autograd does not write to what a backward method returns
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
+    residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias
     fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(None, w_columnwise, w_inv)
     dy, dweight, dbias = _backward_gemms(

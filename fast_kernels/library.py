@@ -40,16 +40,20 @@ def is_fake(tensor):
 
 
 @functools.cache
-def _runs_here():
-    """Return whether kernels run on this machine: a Hopper GPU, or Triton's interpreter without a GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_capability() == (9, 0)
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def unsupported_reason() -> str:
+    """Return why kernels do not run here; "" if they do: on a Hopper GPU or in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in tests
+        return "" if interpreted else "fast_kernels needs a Hopper GPU, and there is no GPU here."
+    if torch.cuda.get_device_capability() != (9, 0):
+        name = torch.cuda.get_device_name()
+        return f"fast_kernels was only run on Hopper, not on {name}; install Transformer Engine for it."
+    return ""
 
 
-def is_supported_device(tensor):
-    """Return whether kernels run on a tensor's device."""
-    return _runs_here() and tensor.is_cuda == torch.cuda.is_available()
+@torch.compiler.assume_constant_result  # Dynamo would warn of the cache
+def is_supported() -> bool:
+    return unsupported_reason() == ""
 
 
 def operation(schema, setup_context=None, backward=None):

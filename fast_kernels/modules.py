@@ -13,7 +13,6 @@ Reference: TE 2.20, `quantization.py` and `module/*.py`.
 """
 
 import functools
-import os
 import types
 from collections import namedtuple
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
 from fast_kernels.fp8 import Quantization, gradient_dtype
 from fast_kernels.fused import LinearPass, Stream
+from fast_kernels.library import unsupported_reason
 from fast_kernels.loss import cross_entropy
 
 __all__ = [  # the names of TE that are here
@@ -99,18 +99,6 @@ def _only_delayed_scaling(return_reason=False):
 is_fp8_block_scaling_available = _only_delayed_scaling
 is_mxfp8_available = _only_delayed_scaling
 is_nvfp4_available = _only_delayed_scaling
-
-
-@functools.cache
-def unsupported_reason() -> str:
-    """Return why FP8 does not run here; "" if it does."""
-    if not torch.cuda.is_available():
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in tests
-        return "" if interpreted else "fast_kernels needs a Hopper GPU, and there is no GPU here."
-    if torch.cuda.get_device_capability() != (9, 0):
-        name = torch.cuda.get_device_name()
-        return f"fast_kernels was only run on Hopper, not on {name}; install Transformer Engine for it."
-    return ""
 
 
 # ---------------------------------------------------------------- FP8 state of a module
@@ -370,12 +358,6 @@ class Module(CheckedOptions, nn.Module):
         else:
             y = self.run(x, is_first_microbatch)
         return y.view(*inp.shape[:-1], y.shape[-1])
-
-    def norm(self, x):
-        """Apply the norm, in x's dtype."""
-        if self.layer_norm_bias is None:
-            return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
-        return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
     def begin_pass(self, gemm, inputs, is_first_microbatch=None) -> LinearPass:
         """Prepare a linear layer, GEMM 0 or 1 of the module, for a pass, and return what its GEMMs use.

@@ -9,9 +9,10 @@ Without a Hopper GPU, and in other dtypes and sizes, both are PyTorch's operatio
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from fast_kernels import casts
-from fast_kernels.library import input_names, is_supported_device, operation
+from fast_kernels.library import input_names, is_supported, operation
 
 AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias eps")
 
@@ -19,7 +20,7 @@ AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias e
 def add_norm(x, branch, branch_bias, weight, bias, eps):
     """Return residual = x + branch + branch_bias and its norm, both (N, C). For the arguments see
     `casts.norm`."""
-    is_too_wide = x.shape[1] > casts.MAX_WIDTH
+    is_too_wide = x.shape[-1] > casts.MAX_WIDTH
     if is_too_wide or not _runs_kernels(x, branch, branch_bias, weight, bias):
         return add_norm_reference(x, branch, branch_bias, weight, bias, eps)
     x = x.contiguous()
@@ -45,7 +46,8 @@ def add_norm_reference(x, branch, branch_bias, weight, bias, eps):
 
 def activate(activation, x, bias):
     """Return activation(x + bias), (N, D). For the arguments see `casts.activate`."""
-    if not _runs_kernels(x, bias):
+    is_uneven = activation in casts.GATED and x.shape[-1] % 32 != 0  # its halves are not multiples of 16
+    if is_uneven or not _runs_kernels(x, bias):
         return activate_reference(activation, x, bias)
     return _activate_bf16(activation, x.contiguous(), bias)
 
@@ -57,12 +59,17 @@ def activate_reference(activation, x, bias):
 
 def _runs_kernels(x, *others):
     """Return whether the kernels take x (N, C) and the other tensors (None is skipped)."""
-    if not is_supported_device(x):
+    has_fitting_sizes = x.dim() == 2 and x.shape[0] > 0 and x.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
+    if not has_fitting_sizes or x.is_cuda != torch.cuda.is_available() or not is_supported():
         return False
-    rows, columns = x.shape
-    if rows == 0 or rows % 16 or columns % 32:  # 32: a gated activation has two halves
+    if not torch.compiler.is_compiling() and _is_transformed():
         return False
     return all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in (x, *others))
+
+
+def _is_transformed():
+    """Return whether torch.func or forward-mode differentiation is active: operations do not support them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _setup_add_norm(ctx, inputs, output):

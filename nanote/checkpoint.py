@@ -158,6 +158,8 @@ class Checkpoints:
         until it is written."""
         if wait:
             self.wait()
+        elif self.writing is not None and not self.writing.done():
+            return None  # the thread may set it at this moment
         failure = self.failure
         self.failure = None
         return failure

@@ -174,17 +174,26 @@ def check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> N
 # ---------------------------------------------------------------- options in JSON and YAML
 
 def load_config_file(path: str) -> dict:
-    """Return the content of a .json file, or else of a YAML file, whose scalars are read as text: the option
-    decides what a text is. YAML would make the number 612 of 10:12 and a boolean of on."""
+    """Return the content of a file of options: JSON, or else YAML unless it is named .json."""
     language = "JSON" if path.endswith(".json") else "YAML"
     try:
-        text = Path(path).read_text()
-        content = json.loads(text) if language == "JSON" else yaml.load(text, yaml.BaseLoader)
+        content = parse_json_or_yaml(Path(path).read_text(), only_json=(language == "JSON"))
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: not {language}: {error_line(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
     return content
+
+
+def parse_json_or_yaml(text: str, only_json: bool):
+    """Return the content of a text. Scalars of YAML are read as text: the option decides what a text is, and
+    YAML would make the number 612 of 10:12 and a boolean of on."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if only_json:
+            raise
+        return yaml.load(text, yaml.BaseLoader)
 
 
 def options_of_file(content: dict, source: str) -> dict:

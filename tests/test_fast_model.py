@@ -279,22 +279,6 @@ def test_a_tied_head_can_be_used_twice(lists, has_buffers):
     assert (found - expected).norm() <= 2.0**-7 * expected.norm()
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, None])
-def test_a_main_grad_of_ones_own_gets_each_use_of_a_weight(grad_dtype):
-    """As in Megatron-LM, whose loop reads main_grad alone; over two micro-batches."""
-    plain = modules.Linear(32, 32, bias=False).to(DEVICE, torch.bfloat16)
-    linear = copy.deepcopy(plain)
-    linear.weight.grad_dtype = grad_dtype  # None: autograd does not cast float32
-    linear.weight.main_grad = torch.zeros(32, 32, device=DEVICE)
-    x = torch.randn(32, 32, device=DEVICE, dtype=torch.bfloat16)
-    for layer in (plain, linear, plain, linear):
-        linear.weight.grad = None
-        with modules.autocast(recipe=DelayedScaling()):
-            layer(layer(layer(x))).square().sum().backward()
-    error = linear.weight.main_grad - plain.weight.grad
-    assert error.norm() < 2.0**-7 * plain.weight.grad.norm()
-
-
 def test_gradient_scales_are_found_if_one_part_is_trained():
     model, trained = make_model(), "blocks.0.mlp.fc2_weight"
     for name, parameter in model.named_parameters():

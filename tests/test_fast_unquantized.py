@@ -69,8 +69,9 @@ def test_add_norm(rows, columns, kind, added):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("activation", casts.ACTIVATIONS)
 def test_activate(rows, columns, with_bias, activation):
-    x = normal(rows, columns, size=2.0)
-    bias = normal(columns) if with_bias else None
+    width = 2 * columns if activation in casts.GATED else columns
+    x = normal(rows, width, size=2.0)
+    bias = normal(width) if with_bias else None
     y = unquantized.activate(activation, x, bias)
     exact_x, exact_bias = exact([x, bias])
     exact_y = unquantized.activate_reference(activation, exact_x, exact_bias)
@@ -96,6 +97,22 @@ def test_only_the_sum_is_used():
     assert_close(branch_bias.grad, x.grad.double().sum(0), summed=16)
 
 
+def test_transforms_of_torch_func():
+    x, weight, bias, tangent = normal(16, 32), normal(32), normal(32), normal(16, 32)
+
+    def through(add_norm, activate):
+        def function(x):
+            _, y = add_norm(x, None, None, weight, bias, EPS)
+            return activate("gelu", y, bias)
+        return function
+
+    ours = through(unquantized.add_norm, unquantized.activate)
+    expected = through(unquantized.add_norm_reference, unquantized.activate_reference)
+    assert torch.equal(torch.func.jvp(ours, (x,), (tangent,))[1], torch.func.jvp(expected, (x,), (tangent,))[1])
+    gradient = torch.func.grad(lambda x: ours(x).float().square().sum())(x)
+    assert torch.equal(gradient, torch.func.grad(lambda x: expected(x).float().square().sum())(x))
+
+
 def test_a_second_derivative_is_that_of_pytorch():
     x, weight, bias, fc_bias = normal(16, 32), normal(32), normal(32), normal(32)
     inputs = x, weight, bias, fc_bias
@@ -114,7 +131,7 @@ def test_a_second_derivative_is_that_of_pytorch():
         assert F.cosine_similarity(own.double().flatten(), expected.flatten(), 0) > 0.999
 
 
-@pytest.mark.parametrize("rows, columns", [(7, 64), (16, 24)])
+@pytest.mark.parametrize("rows, columns", [(7, 64), (16, 24)])  # no multiples of 16
 def test_other_sizes_run_in_pytorch(rows, columns):
     x, branch, weight = normal(rows, columns), normal(rows, columns), normal(columns)
     residual, y = unquantized.add_norm(x, branch, None, weight, None, EPS)
