@@ -53,7 +53,6 @@ def main(config: TrainConfig) -> None:
     # data
     loaders = Loaders(train=Loader(config, "train", ranks, device), val=Loader(config, "val", ranks, device))
     fit_to_data(config, loaders.train.meta, resumed_meta)
-    config.check_graphable(recipes.has_fp8_gpu(device))
 
     # model and optimizer
     torch.manual_seed(config.seed)  # the same weights on every rank
@@ -283,6 +282,7 @@ def build_model(config, device, saved_config: dict | None = None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the weights
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
+    recipes.check_machine(config, device)  # config.check knew the options alone
     # How GEMMs scale their operands to FP8: delayed | current | block | mxfp8 | nvfp4, or None: no FP8. The
     # model enters te.autocast with it in its forward pass, so a training step has no autocast.
     recipe = recipes.make(config)

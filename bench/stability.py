@@ -58,9 +58,11 @@ def disturbed_from(steps) -> int:
 
 def make_recipe(setting):
     """Return the recipe object of a setting; ValueError if this machine does not support it."""
-    return recipes.make(TrainConfig(
+    config = TrainConfig(
         fp8_recipe=setting.recipe, fp8_format=setting.format, fp8_margin=setting.margin,
-        fp8_amax_history_len=setting.history, fp8_amax_compute_algo=setting.algo))
+        fp8_amax_history_len=setting.history, fp8_amax_compute_algo=setting.algo)
+    recipes.check_machine(config, torch.device(DEVICE))
+    return recipes.make(config)
 
 
 def settings_of(options):

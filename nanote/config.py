@@ -122,29 +122,18 @@ class TrainConfig:
     profile: str | None = None  # START:STOP: trace these steps with PyTorch's profiler.
 
     def check(self) -> None:
-        """Raise ValueError for a number out of range, and for options that exclude each other."""
+        """Raise ValueError for a number out of range, and for options that exclude each other. This knows the
+        options alone, and NANOTE_ENGINE if it is set."""
         for rule, (keeps_rule, names) in RANGES.items():
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not keeps_rule(value):
                     raise ValueError(f"{flag(name)} {value}: must be {rule}")
-        # NANOTE_ENGINE unset: recipes.make knows the engine, and checks again
-        self.check_together(os.environ.get("NANOTE_ENGINE"))
+        options = vars(self) | {"NANOTE_ENGINE": os.environ.get("NANOTE_ENGINE")}
+        if refusal := find_refusal(options):
+            raise ValueError(refusal.message(options))
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
-
-    def check_together(self, engine: str | None) -> None:
-        """Raise ValueError for options that do not go together, or not with this engine."""
-        options = vars(self) | {"NANOTE_ENGINE": engine}
-        if refusal := find_refusal(options):
-            first, *others = [as_typed(name, options[name]) for name in refusal.settings]
-            raise ValueError(f"{first}: does not go with {' and '.join(others)}: {refusal.reason}; leave one "
-                             "of them out")
-
-    def check_graphable(self, has_fp8_gpu: bool) -> None:
-        """Raise ValueError if --cuda-graph on is impossible here."""
-        if self.cuda_graph == "on" and not has_fp8_gpu:
-            raise ValueError("--cuda-graph on: there is no GPU with an FP8 engine here; leave the option out")
 
     def uses_cuda_graph(self, has_fp8_gpu: bool) -> bool:
         """Return whether steps are replayed as CUDA graphs."""
@@ -180,6 +169,10 @@ class Refusal(NamedTuple):
 
     settings: dict[str, tuple[str, ...]]
     reason: str
+
+    def message(self, options: dict) -> str:
+        first, *others = [as_typed(name, options[name]) for name in self.settings]
+        return f"{first}: does not go with {' and '.join(others)}: {self.reason}; leave one of them out"
 
 
 ANY_VALUE_BUT_OFF = ()  # as values of a Refusal

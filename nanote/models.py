@@ -93,7 +93,7 @@ def lacked_options(name: str) -> dict[str, str]:
 
 def check_lacked(config, lacked: dict[str, str]) -> None:
     """Raise ValueError if a user asked for an option that the model lacks. Print those that only --preset
-    asks for. lacked: of `lacked_options`."""
+    asks for. lacked: of `lacked_options`, which know the config and the forward method of the model."""
     defaults = vars(TrainConfig())
     preset = defaults | PRESETS[config.preset]
     ignored = []
@@ -160,7 +160,8 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
 
 
 def fast_unsupported_reason(options: dict, dtype) -> str:
-    """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
+    """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can. This knows the
+    dtype of the weights, and whether Triton's kernels run; recipes.check_machine does not."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not is_interpreted:
         return "there is no GPU"

@@ -12,13 +12,12 @@ from pathlib import Path
 
 
 @contextmanager
-def new_folder(out_dir, advice, check_replaceable=None):
+def new_folder(out_dir, advice, check_replaceable):
     """Yield an empty folder that becomes `out_dir` when the block ends without an exception. A second process
     that writes the same `out_dir` is refused.
 
     advice: ends the message about a folder that cannot be written.
     check_replaceable: raises ValueError unless files of these names, a set, may be deleted with `out_dir`.
-        None: only an empty folder may.
     """
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
@@ -31,8 +30,6 @@ def new_folder(out_dir, advice, check_replaceable=None):
             try:
                 tidy(new, old, target)  # after kill -9
                 names = set(os.listdir(target)) if target.exists() else set()
-                if names and check_replaceable is None:
-                    raise ValueError(f"{out_dir}: exists; {advice}")
                 if names:
                     check_replaceable(names)
                 new.mkdir()
@@ -45,6 +42,12 @@ def new_folder(out_dir, advice, check_replaceable=None):
     except OSError as error:
         reason = error.strerror or error
         raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
+
+
+def check_new(out_dir):
+    """Raise ValueError if there is such a file or folder."""
+    if os.path.lexists(out_dir):
+        raise ValueError(f"{out_dir}: exists; name another folder")
 
 
 def tidy(new, old, target):

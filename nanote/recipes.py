@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from nanote.config import find_refusal
 from nanote.engine import ENGINE, ENGINES, load_fp8_state, save_fp8_state, te, te_recipe
 
 IS_REFERENCE = ENGINE == "reference"
@@ -62,6 +63,27 @@ def resolve_format(name, fp8_format="auto"):
     return FORMATS[name] if fp8_format == "auto" else fp8_format
 
 
+def check_machine(config, device) -> None:
+    """Raise ValueError for options that do not go with this machine. This knows the device and the engine,
+    which config.check knows only if NANOTE_ENGINE is set."""
+    if config.cuda_graph == "on" and not has_fp8_gpu(device):
+        raise ValueError("--cuda-graph on: there is no GPU with an FP8 engine here; leave the option out")
+    name = config.fp8_recipe
+    if name in MEGATRON_NAMES:
+        raise ValueError(f"--fp8-recipe {name}: called {MEGATRON_NAMES[name]} here")
+    if name not in RECIPES and not name.startswith("custom:"):
+        raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
+    if reason := unsupported_reason(name):
+        supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
+        raise ValueError(f"--fp8-recipe {name}: not supported on this machine ({describe()}): {reason} "
+                         f"Use one of {supported}")
+    options = vars(config) | {"NANOTE_ENGINE": ENGINE}
+    refusal = find_refusal(options)
+    if refusal and config.model != "fast":  # model_te_fast has fast_kernels, whatever other models have
+        engine = f"{ENGINES[ENGINE].package}, the engine here"
+        raise ValueError(refusal.message(options).replace(f"NANOTE_ENGINE={ENGINE}", engine))
+
+
 def make(config):
     """Return TE's recipe object for config.fp8_recipe, or None for "none".
 
@@ -72,21 +94,9 @@ def make(config):
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
     name = config.fp8_recipe
-    is_custom = name.startswith("custom:")
-    if name in MEGATRON_NAMES:
-        raise ValueError(f"--fp8-recipe {name}: called {MEGATRON_NAMES[name]} here")
-    if name not in RECIPES and not is_custom:
-        raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
-    if reason := unsupported_reason(name):
-        supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
-        raise ValueError(f"--fp8-recipe {name}: not supported on this machine ({describe()}): {reason} "
-                         f"Use one of {supported}")
     if name == "none":
         return None
-    # config.check knows the engine only if NANOTE_ENGINE is set. model_te_fast always has fast_kernels.
-    if config.model != "fast":
-        config.check_together(ENGINE)
-    if is_custom:
+    if name.startswith("custom:"):
         return make_custom(name)
     options = {}
     if name in FORMATS:

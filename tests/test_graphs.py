@@ -215,8 +215,7 @@ def test_on_is_refused_where_graphs_are_impossible():
     with pytest.raises(ValueError, match="--cuda-graph on: does not go with --compile: --compile-mode"):
         TrainConfig(cuda_graph="on", compile=True).check()
     with pytest.raises(ValueError, match="--cuda-graph on: there is no GPU.*leave the option out"):
-        TrainConfig(cuda_graph="on").check_graphable(has_fp8_gpu=False)
-    TrainConfig(cuda_graph="on").check_graphable(has_fp8_gpu=True)
+        recipes.check_machine(TrainConfig(cuda_graph="on"), torch.device("cpu"))
     assert TrainConfig().uses_cuda_graph(has_fp8_gpu=True)
     assert not TrainConfig().uses_cuda_graph(has_fp8_gpu=False)
     assert not TrainConfig(cuda_graph="off").uses_cuda_graph(has_fp8_gpu=True)

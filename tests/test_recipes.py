@@ -16,7 +16,9 @@ TE_FACTORIES = "custom:transformer_engine.pytorch.custom_recipes.quantizer_facto
 
 
 def make_recipe(name="delayed", history=8, **options):
-    return recipes.make(TrainConfig(fp8_recipe=name, fp8_amax_history_len=history, **options))
+    config = TrainConfig(fp8_recipe=name, fp8_amax_history_len=history, **options)
+    recipes.check_machine(config, torch.device(DEVICE))
+    return recipes.make(config)
 
 
 def make(name="optimized", recipe="delayed", history=8, **options):
@@ -67,10 +69,10 @@ def test_options_of_delayed_scaling_and_no_recipe():
 def test_options_that_the_engine_found_here_refuses(monkeypatch):
     """Without NANOTE_ENGINE they are not known before."""
     monkeypatch.setattr(recipes, "ENGINE", "fast")
-    with pytest.raises(ValueError, match="NANOTE_ENGINE=fast: does not go with --dtype float32 and "):
+    with pytest.raises(ValueError, match="fast_kernels, the engine here: does not go with --dtype float32 "):
         make_recipe(dtype="float32")
     monkeypatch.setattr(recipes, "ENGINE", "te")
-    with pytest.raises(ValueError, match="NANOTE_ENGINE=te: does not go with --compile and "):
+    with pytest.raises(ValueError, match="transformer_engine, the engine here: does not go with --compile "):
         make_recipe(compile=True)
     assert make_recipe(model="fast") is not None  # runs on fast_kernels, also beside TE
 

@@ -32,7 +32,7 @@ import tyro
 from nanote import checkpoint, models, recipes, trained_model
 from nanote.command import parse, run_command
 from nanote.logs import read_metrics
-from nanote.new_folder import new_folder
+from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
 from tools import hf_weights
 from tools.hf_weights import read_json
@@ -124,8 +124,7 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> 
     """Export a run or a checkpoint to `folder`; return the checkpoint. Arguments: see ExportConfig."""
     source = checkpoint.find(run)
     folder = Path(folder)
-    if os.path.lexists(folder):
-        raise ValueError(f"{folder}: exists; name another folder")
+    check_new(folder)
     meta = checkpoint.read_meta(source)
     checkpoint.verify(source)
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
@@ -135,7 +134,7 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> 
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     theirs = hf_weights.to_hf(weights, config, vocab_size)
-    with new_folder(folder, advice="name another folder") as unfinished:
+    with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
         write_folder(unfinished, theirs, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
         check_logits(unfinished, source, model_name, weights, vocab_size)

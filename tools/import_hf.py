@@ -20,7 +20,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-import os
 import shlex
 import signal
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import tyro
 from nanote import checkpoint, models, optimizers
 from nanote.command import error_line, parse, run_command
 from nanote.config import TrainConfig
-from nanote.new_folder import new_folder
+from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
@@ -56,8 +55,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     """Create the run folder `run` with a checkpoint of step 0, and return the path of the checkpoint."""
     folder = Path(folder)
     run = Path(run)
-    if os.path.lexists(run):
-        raise ValueError(f"{run}: exists; name another folder for the run")
+    check_new(run)
     if checkpoint.step_of(run) is not None:
         raise ValueError(f"{run}: step-<n> is the name of a checkpoint; use another, such as out/mine")
     hf = read_config(folder)
@@ -78,7 +76,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
         zeros = torch.zeros(parameter.shape)
         adamw.state[parameter] = {
             "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": parameter.detach().float()}
-    with new_folder(run, advice="name another folder") as unfinished:
+    with new_folder(run, "name another folder", lambda names: check_new(run)) as unfinished:
         with checkpoint.Checkpoints(unfinished, keep=1) as checkpoints:
             checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
     return run / "step-0"
