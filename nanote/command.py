@@ -1,6 +1,7 @@
 """What every command shares: how its options are parsed, and how it ends after a mistake or Ctrl-C."""
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,8 @@ from nanote.config import flag
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP):
     """Return `config_class` filled from `argv` (None: sys.argv). tyro prints help and mistakes, and exits."""
+    if shutil.get_terminal_size().columns < 40:
+        os.environ["COLUMNS"] = "40"  # for tyro, whose --help does not end in a terminal of 5 columns
     return tyro.cli(config_class, args=argv, prog=prog, description=description, default=default)
 
 
@@ -33,20 +36,28 @@ def run_command(main, prog: str) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code, message = _call(main)
-    if message:
-        with contextlib.suppress(OSError):  # nobody reads stderr
-            print(f"{prog}: {message}", file=sys.stderr)
-    _discard_unwritable(sys.stdout)
-    _discard_unwritable(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # nobody reads it, or the disk is full
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            message = f"stdout: {error_line(error)}"
+        code = code or 1
+        _discard(sys.stdout)
+    try:
+        if message:
+            sys.stderr.write(f"{prog}: {message}\n")
+        sys.stderr.flush()
+    except OSError:
+        code = code or 1
+        _discard(sys.stderr)
     return code
 
 
 def _call(main) -> tuple[int, str]:
     """Call `main()`; return the exit code, and the line about its failure, or ""."""
     try:
-        code = main() or 0
-        sys.stdout.flush()
-        return code, ""
+        with contextlib.redirect_stdout(_NamedStream(sys.stdout, "stdout")):
+            return main() or 0, ""
     except BrokenPipeError:  # nobody reads stdout, as in `| head`
         return 141, ""
     except (ValueError, OSError) as error:
@@ -57,12 +68,36 @@ def _call(main) -> tuple[int, str]:
         return 130, str(stop) or "interrupted"
 
 
-def _discard_unwritable(stream) -> None:
-    """Send what a stream cannot write to nowhere, so that it does not fail again at exit."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _discard(stream) -> None:
+    """Send what a stream still holds to nowhere, so that it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _NamedStream:
+    """A text stream whose OSErrors have its name as their file name."""
+
+    def __init__(self, stream, name: str):
+        self.stream = stream
+        self.name = name
+
+    def __getattr__(self, attribute):
+        return getattr(self.stream, attribute)
+
+    def write(self, text: str) -> int:
+        with self._naming():
+            return self.stream.write(text)
+
+    def flush(self) -> None:
+        with self._naming():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _naming(self):
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.name
+            raise
 
 
 def error_line(error: BaseException) -> str:

@@ -61,6 +61,13 @@ def test_help_explains_every_option_at_its_preset(capsys):
         assert "(default:" in after and after.index("(default:") < 400, field.name
 
 
+def test_help_ends_in_a_terminal_of_one_column():
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanote.options import read_config"
+    done = subprocess.run([sys.executable, "-c", f"{code}; read_config(['--help'])"], timeout=60, text=True,
+                          capture_output=True, env=os.environ | {"COLUMNS": "1"})
+    assert done.returncode == 0 and "--fp8-health-interval" in done.stdout
+
+
 @pytest.mark.parametrize("name, text", [
     ("a.yaml", "preset: gpt2-350m\nlr: 6e-5\nuse-qk-norm: true\nn_kv_head: null\ncuda_graph: 'off'\n"),
     ("a.json", '{"preset": "gpt2-350m", "lr": 6e-5, "use_qk_norm": true, "n_kv_head": null, '
@@ -244,8 +251,8 @@ sys.exit(run_command(main, "x.py"))"""
     ("x.py mistake 2>&-", 2, ""),
     ("x.py mistake >&-", 2, "x.py: wrong\n"),
     ("x.py 2>&- >&-", 0, ""),
-    ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"),
-    ("x.py >/dev/full", 2, "x.py: No space left on device\n"),
+    ("-u x.py >/dev/full", 2, "x.py: stdout: No space left on device\n"),
+    ("x.py >/dev/full", 1, "x.py: stdout: No space left on device\n"),
     ("-u x.py | sleep 0", 141, "")])
 def test_closed_or_full_streams_give_no_traceback(command, code, said):
     Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
