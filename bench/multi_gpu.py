@@ -156,7 +156,7 @@ def main(argv=None) -> None:
     check(options)
     ranks = parallel.start()
     if ranks.count < 2:
-        raise ValueError("bench/multi_gpu.py: one process; start it with torchrun --nproc-per-node 2")
+        raise ValueError("one process; start it with torchrun --nproc-per-node 2")
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -6,20 +6,28 @@ A case is ARM:SHAPE of benchmark_te.py, LAYOUT:SHAPE on two GPUs (ddp or fsdp), 
 bench/minimal.py makes them). Each checkout has a process a GPU, whose working directory and first import
 folder are the checkout. It makes the step and warms up; then the two take turns in an order that alternates.
 A turn's figure is its median step. Printed are the medians over the turns, and the median of the ratios of
-speed, the second checkout over the first, with its range over the turns.
+speed, the second checkout over the first, with its range over the turns. The exit code is 1 if a case has an
+error.
 """
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
 import argparse
 import json
 import os
 import socket
 import statistics
 import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+
 from bench.report import write_report
+from nanote.command import run_command
 
 TURNS = 5
 STEPS = 30  # in each turn
@@ -93,21 +101,23 @@ def compare(case: str, trees: list[Path]) -> list[dict]:
     return rows
 
 
-def main() -> None:
+def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs=2, type=Path, metavar="CHECKOUT")
     parser.add_argument("--cases", nargs="+", required=True)
     parser.add_argument("--commits", nargs=2, help="of the two checkouts, for the JSON")
     parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; run it where there is one")
     rows = []
     for case in options.cases:
         try:
             rows += compare(case, options.trees)
         except OSError as error:
             rows.append({"case": case, "error": str(error)})
-        write_report("bench/turns.py", None, {"commits": options.commits, "rows": rows}, options.json)
+        write_report("bench/turns.py", argv, {"commits": options.commits, "rows": rows}, options.json)
     for row in rows:
         if "error" in row:
             print(row["case"], row["error"])
@@ -117,7 +127,8 @@ def main() -> None:
         print(f"{row['case']:16} {row['function']:16} {old:8.3f} -> {new:8.3f} ms, "
               f"speed {row['ratio']:.4f} [{low:.4f}, {high:.4f}]  "
               f"loss {row['loss'][0]:.4f} {row['loss'][1]:.4f}")
+    return 1 if any("error" in row for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, "bench/turns.py"))

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, minimal, pictures, plain_gpt, report, step
+from bench import attention, minimal, pictures, plain_gpt, report, step, turns
 from bench.attention import Shape
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from trainer_tools import randomize
+from trainer_tools import ROOT, randomize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -142,6 +143,7 @@ MISTAKES = {  # {command: (arguments, what its line says)}
         ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
         ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, fsdp"),
         ("--accum 0", "--accum 0: must be at least 1"), ("--steps 3", "--steps 3: must be at least 4")],
+    "bench/turns.py": [("OLD NEW --cases loops --json rows.json", "there is no GPU here")],
     "bench/edits.py": [("--steps 0", "--steps 0: must be at least 4")],
     "bench/compiled.py": [("--steps 0", "--steps 0: must be at least 4")],
     "bench/minimal.py": [("--width 0", "--width 0: must be at least 1")],
@@ -165,7 +167,21 @@ def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refus
     Path("other").mkdir()
     Path("other/model.py").write_text("x = 1")
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
-    assert complaint in refused(module.main, arguments, command)
+    line = refused(module.main, arguments, command)
+    assert complaint in line and line.count(f"{command}: ") == 1
+
+
+def test_turns_with_an_error_end_with_1(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "torch", Mock())  # has a GPU
+    assert turns.main("OLD NEW --cases loops --json rows.json".split()) == 1
+    [row] = json.loads(Path("rows.json").read_text())["rows"]
+    assert "No such file or directory: " in row["error"], "there is no folder OLD"
+
+
+def test_help_of_the_comparison_needs_no_te():
+    command = [sys.executable, ROOT / "bench/reference_vs_te.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--cases" in done.stdout, done.stderr
 
 
 def test_own_loops_are_timed(tmp_path):

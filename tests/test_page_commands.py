@@ -312,7 +312,7 @@ def test_a_command_is_parsed(command, monkeypatch):
 USAGE = re.compile(r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)", re.M)
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "bench/turns.py", ROOT / "examples/minimal.py"],
+@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "examples/minimal.py"],
                          ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_the_usage_in_a_docstring_is_parsed(path, monkeypatch):
     docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
