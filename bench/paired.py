@@ -166,12 +166,12 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
     model, optimizer, functions = make_training(config, device)
-    trained = load_part(config, model, optimizer, loader, part, source)
+    so_far = load_part(config, model, optimizer, loader, part, source)
     step, losses, ms_per_step = train_steps(
-        config, optimizer, functions, loader, trained["step"] + 1, part.last_step, deadline)
+        config, optimizer, functions, loader, so_far["step"] + 1, part.last_step, deadline)
     meta = {
-        "losses": trained["losses"] + losses,
-        "ms_per_step": trained["ms_per_step"] + ms_per_step,
+        "losses": so_far["losses"] + losses,
+        "ms_per_step": so_far["ms_per_step"] + ms_per_step,
         "train_sha256": loader.meta["train_sha256"],
         "machine": recipes.describe(),
         "commit": commit(),
@@ -183,7 +183,8 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
 
 
 def make_training(config: TrainConfig, device):
-    """Return the model, the optimizer and the functions of a training step, as train.py makes them."""
+    """Return the model, the optimizer and the functions of a step, as train.py makes them on one GPU. CUDA
+    graphs are captured after two calls, so after `load_part`."""
     torch.manual_seed(config.seed)
     model = train.build_model(config, device)
     if config.compile:
@@ -197,7 +198,8 @@ def make_training(config: TrainConfig, device):
 
 
 def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source: Path | None) -> dict:
-    """Load the state that a part continues with. Return its last step, its losses and its times so far."""
+    """Load the state that a part continues with. Return its "step", "losses" and "ms_per_step" so far, as in
+    its meta.json."""
     unfinished = checkpoint.latest(part.folder)
     if unfinished is not None:
         checkpoint.load(unfinished, model, optimizer)
@@ -394,7 +396,8 @@ def pair_of(run: dict) -> tuple:
 
 
 def training_loss(run: dict) -> float:
-    """Return the mean training loss over the last tenth of a whole run's steps, or as many of a window."""
+    """Return the mean training loss of the last steps, as many as a tenth of the whole run has, also where
+    the run ends earlier."""
     return statistics.mean(run["losses"][-max(1, run["steps"] // 10):])
 
 
@@ -428,12 +431,13 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
 
 def main_table(rows: list[dict]) -> str:
     """Return the Markdown table of the pairs."""
-    titles = ["arm", "size", "tokens", "window", "seeds", "training loss, nats", "95 % interval", "%",
+    titles = ["arm", "size", "tokens", "the arm's part", "seeds", "training loss, nats", "95 % interval", "%",
               "validation loss", "95 % interval", "x BF16", "at equal loss"]
     lines = []
     for row in rows:
         lines.append([
-            f"`{row['arm']}`", row["size"], f"{row['tokens']:,}", f"{row['start']:g} to {row['stop']:g}",
+            f"`{row['arm']}`", row["size"], f"{row['tokens']:,}",
+            f"{row['start']:g} to {row['stop']:g} of {row['end']:g}",
             str(row["seeds"]), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
             f"{row['training_percent']:+.2f}", f"{row['validation']:+.4f}",
             describe_interval(row["validation_interval"]), describe_ratio(row["speed"]),
@@ -487,7 +491,7 @@ def main(argv=None) -> int:
     if options.only_train:
         return 0 if train_seeds(options) else 1
     if not train_on_all_gpus(options, argv):
-        print("not complete; the same command continues")
+        print("not complete: --minutes are over, or a process has failed; the same command continues")
         return 1
     print(main_table(add_runs(options, argv)))
     return 0

@@ -164,6 +164,7 @@ def choices_in(report: dict, stack: str) -> list[dict]:
 
 def write_part(path: Path, part: str, trained: dict, failed: int, argv: list) -> None:
     """Write what a part has trained to the JSON of all parts."""
+    # here, because it imports PyTorch and the engine, which --list need not wait for
     from bench.report import row_origin, write_json
     rows = {}
     for stack, choices in trained.items():

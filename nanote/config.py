@@ -200,7 +200,9 @@ REFUSED_WITH_FAST_MODEL = (
     Refusal({"model": ("fast",), "attention": ("sdpa", "te", "flash")},
             "model_te_fast has one attention kernel"),
 )
-REFUSED = (  # What else a model lacks has no row: lacked_options of models.py finds it.
+# Asked by TrainConfig.check, with the engine by recipes.check_machine, and of the fast model by
+# models.fast_unsupported_reason. What else a model lacks has no row: models.lacked_options finds it.
+REFUSED = (
     Refusal({"parallel": SHARDED, "compile": ANY_VALUE_BUT_OFF}, "not tested with sharded weights"),
     Refusal({"parallel": SHARDED, "optimizer": ("muon",)}, "Muon needs whole matrices"),
     Refusal({"fp8_recipe": ("none",), "fp8_health_interval": ANY_VALUE_BUT_OFF}, "there is no FP8"),

@@ -85,7 +85,7 @@ def lacked_options(name: str) -> dict[str, str]:
         if option not in fields:
             lacked[option] = f"the config of --model {name} has no field {option}; {advice}"
     if name == "fast":
-        for refusal in REFUSED_WITH_FAST_MODEL:  # whose reasons are better
+        for refusal in REFUSED_WITH_FAST_MODEL:  # config.check has refused these, with a better reason
             for option in refusal.settings:
                 lacked.pop(option, None)
     return lacked

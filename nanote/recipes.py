@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanote.config import find_refusal
+from nanote.config import as_typed, find_refusal
 from nanote.engine import ENGINE, ENGINES, load_fp8_state, save_fp8_state, te, te_recipe
 
 IS_REFERENCE = ENGINE == "reference"
@@ -80,8 +80,10 @@ def check_machine(config, device) -> None:
     options = vars(config) | {"NANOTE_ENGINE": ENGINE}
     refusal = find_refusal(options)
     if refusal and config.model != "fast":  # model_te_fast has fast_kernels, whatever other models have
-        engine = f"{ENGINES[ENGINE].package}, the engine here"
-        raise ValueError(refusal.message(options).replace(f"NANOTE_ENGINE={ENGINE}", engine))
+        names = [name for name in refusal.settings if name != "NANOTE_ENGINE"]
+        typed = [as_typed(name, options[name]) for name in names]
+        raise ValueError(f"{' with '.join(typed)}: not on {ENGINES[ENGINE].package}, the engine here: "
+                         f"{refusal.reason}; leave an option out")
 
 
 def make(config):
