@@ -19,12 +19,14 @@ INTRODUCTION = """# What was measured
 You get every table of measurements, with its machine, its versions and the command that made it. The other
 pages say what follows from them. `python bench/measured.py` writes this page from the JSON in `results/`.
 
-- Each command is what was typed then. Where it names a script that is gone, the line above says which commit
-  has it, in `bench/` if the command has it in `results/`.
+- Each command is what was typed then. Where a script, an option or an arm of it is gone, the line above names
+  a commit that has it. A script of `results/` is in `bench/`. Paths are shortened.
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
-COMMITS_OF_SCRIPTS = {"bench/convergence.py": "897e2cf"}  # that are gone: where their last version is
+VERSION_0_1 = "7790ae8"
+# scripts, options and arms of stored commands that are gone; VERSION_0_1 has them
+GONE = ("bench/convergence.py", "--png", "--profile", "te_block", "hf-llama", "fsdp-keep", "ddp-all_reduce")
 SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
 SHAPES = {
     "124m-b32": "GPT-2 124M, 32 x 1,024",
@@ -94,9 +96,9 @@ def origin_of_file(name):
         facts.append(row.get("date"))
         commands += row.get("command", "").split("; ")
     commands = unique(commands)
-    for script, commit in COMMITS_OF_SCRIPTS.items():
-        if script in " ".join(commands):
-            facts.append(f"{script} is in commit {commit}")
+    gone = [word for word in GONE if word in " ".join(commands)]
+    if gone and f"commit {VERSION_0_1}" not in facts:
+        facts.append(f"commit {VERSION_0_1} (version 0.1) has {', '.join(gone)}")
     lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
     if len(commands) > 3:
         lines.append(f"# commands not shown: {len(commands) - 3}")

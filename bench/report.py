@@ -21,6 +21,7 @@ from torch.utils import collect_env
 from nanote import recipes
 from nanote.engine import TE_VERSION
 
+ROOT = Path(__file__).resolve().parent.parent
 PRINTED = {  # field of a row -> its text on the screen
     "ms": "{:8.2f} ms",
     "tokens_per_s": "{:>9,.0f} tokens/s",
@@ -64,7 +65,15 @@ def write_json(path, content) -> None:
 def command_line(program, argv) -> str:
     """Return the command that a report records. `argv` None: the arguments of this process."""
     arguments = sys.argv[1:] if argv is None else argv
-    return shlex.join(["python", program, *arguments])
+    return shlex.join(["python", program, *map(shorten_path, arguments)])
+
+
+def shorten_path(argument: str) -> str:
+    """Return an absolute path relative to the repository, or outside it its last part; else the argument."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def cpu_name() -> str:

@@ -112,6 +112,12 @@ def test_a_row_has_the_commit_that_measured_it(tmp_path, monkeypatch):
     assert commit_of_a_row() == "34a3220"
 
 
+def test_a_recorded_command_has_no_path_of_the_machine():
+    arguments = ["/root/old", "--json", str(report.ROOT / "results/turns.json"), "--data", "data/corpus"]
+    assert report.command_line("bench/turns.py", arguments) == (
+        "python bench/turns.py old --json results/turns.json --data data/corpus")
+
+
 def test_without_a_mode_it_prints_the_table_of_formats(tmp_path, capsys):
     path = tmp_path / "formats.json"
     arguments = f"--shape 4 768 12 8 256 --steps 4 --arms bf16-custom fp8-custom --json {path}"

@@ -85,7 +85,8 @@ RUN = [
     ("NANOTE_ENGINE=fast python train.py --model my_model.py:OptimizedGPT2Model --compile", None, SHORT),
     ("python benchmark_te.py --shape 12 768 12 32 1024", None, "--steps 4"),
     ("python benchmark_te.py --shape 4 768 12 8 512", None, "--steps 4"),
-    ("python benchmark_te.py --shapes 124m-b32 --arms fp8 fp8-loss4 fp8-checkpointing", None, "--steps 4"),
+    ("python benchmark_te.py --shapes 124m-b32 c4096 --blocks gpt2 "
+     "--arms fp8 fp8-bf16_moments fp8-loss4 fp8-checkpointing", None, "--steps 4"),
     ("python benchmark_attention.py", None, ""),
     ("python doctor.py --explain build.log", "", None),
     ('echo "ImportError: libtorch_cuda.so: undefined symbol: ncclCommShrink" | python doctor.py --explain -',
@@ -155,6 +156,8 @@ PARSED = {  # by their program; the key says why they do not run
         "python bench/pairs.py",
         "python bench/compiled.py",
         "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8",
+        "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8 --start 0.75",
+        "NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --shape c4096",
         "python bench/turns.py OLD NEW --cases fp8:124m-b32 --json turns.json",
         "python benchmark_te.py --compile",
         "python benchmark_te.py --shapes all",
