@@ -36,8 +36,8 @@ import math
 import os
 import statistics
 import subprocess
-import time
 from dataclasses import asdict, dataclass, field
+from time import monotonic as clock  # in seconds
 from typing import Literal
 
 import torch
@@ -159,7 +159,7 @@ def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
 def train_part(options: Options, seed: int, part: Part, source: Path | None, deadline: float) -> None:
     """Train the steps of a part that are missing, until the deadline, and save its state.
 
-    source: folder of the part before it, None for initial weights. deadline: of time.monotonic().
+    source: folder of the part before it, None for initial weights. deadline: of clock().
     """
     config = config_of(options, part.arm, seed)
     device = models.pick_device(config.device)
@@ -216,7 +216,7 @@ def train_steps(config: TrainConfig, optimizer, functions, loader, first_step: i
                 deadline: float) -> tuple[int, list[float], list[float]]:
     """Train until the deadline. Return the step reached, the loss of each step, and ms per step."""
     losses = []  # on the device
-    times = [time.monotonic()]
+    times = [clock()]
     step = first_step - 1
     while step < last_step and times[-1] < deadline:
         step += 1
@@ -226,7 +226,7 @@ def train_steps(config: TrainConfig, optimizer, functions, loader, first_step: i
         losses.append(loss)
         if step % CHUNK == 0 or step == last_step:
             loss.item()  # waits for the GPU
-            times.append(time.monotonic())
+            times.append(clock())
     return step, [loss.item() for loss in losses], ms_of_chunks(times)
 
 
@@ -270,13 +270,13 @@ def load_state(folder: Path, model, optimizer) -> None:
 
 def train_seeds(options: Options) -> bool:
     """Train the runs of all seeds on one device. Return whether they are complete before the deadline."""
-    deadline = time.monotonic() + 60 * options.minutes
+    deadline = clock() + 60 * options.minutes
     for seed in options.seeds:
         for arm in (BASELINE, *options.arms):
             source = None
             for part in parts_of_run(options, arm, seed):
                 if not is_complete(part):
-                    if time.monotonic() >= deadline:
+                    if clock() >= deadline:
                         return False
                     train_part(options, seed, part, source, deadline)
                     free()

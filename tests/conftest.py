@@ -48,9 +48,11 @@ def _default_signals():
 
 @pytest.fixture(autouse=True)
 def _no_loss_picture(request, monkeypatch):
-    """Leave loss.png empty: drawing it takes most of the time of a small run. tests/test_logs.py draws it."""
-    logs = sys.modules.get("nanote.logs")
-    if logs is not None and request.module.__name__ != "test_logs":
+    """Leave loss.png empty: drawing it takes most of the time of a small run. test_logs.py draws it."""
+    if "nanote.models" in sys.modules and request.module.__name__ != "test_logs":
+        # a test may import the trainer later; beside nanote.models its logs take no time
+        from nanote import logs
+
         monkeypatch.setattr(logs, "plot_losses", lambda folder: Path(folder, "loss.png").touch())
 
 

@@ -86,6 +86,33 @@ def test_a_remainder_is_a_float32_master_bit_for_bit():
     assert_equal(*masters)
 
 
+def test_the_reference_equals_adamw():
+    weight = torch.nn.Parameter(parameters(torch.float32)[0].detach().double())
+    theirs = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    ours = weight.detach().float()
+    moments = torch.zeros_like(ours), torch.zeros_like(ours)
+    for step in range(1, 4):
+        gradient = gradients(step, torch.float32)[0]
+        fast_adam.adam_reference(
+            ours, gradient, *moments, step=step, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+            grad_scale=0.5)
+        weight.grad = gradient.double() * 0.5
+        theirs.step()
+    torch.testing.assert_close(ours, weight.detach().float(), rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_moments_change_an_update_little():
+    updates = []
+    for moment_dtype in (torch.float32, torch.bfloat16):
+        params = parameters(torch.bfloat16)[:1]
+        before = params[0].detach().float()
+        optimizer = FastAdam(params, lr=1e-2, betas=(0.9, 0.95), moment_dtype=moment_dtype)
+        train(optimizer, params, 4)
+        updates.append(master(optimizer, params[0]) - before)
+    difference = (updates[0] - updates[1]).norm()
+    assert 0 < difference <= 0.02 * updates[0].norm()
+
+
 @pytest.mark.parametrize("options, value", [
     (dict(), math.inf), (dict(moment_dtype=torch.bfloat16), math.nan),
     (dict(dtype=torch.float32), math.nan)])

@@ -1,4 +1,5 @@
-"""What the pages tell a user to type: each command runs or is parsed by its program, each loop trains."""
+"""What the pages tell a user to type: each command runs, is parsed, or is listed as not checked; each loop
+trains."""
 
 import argparse
 import ast
@@ -99,13 +100,9 @@ RUN = [
 ]
 ON_TWO_GPUS = "torchrun --nproc-per-node 2 train.py --preset gpt2-350m --data data/TinyStories-gpt2"
 
-PARSED = {  # by their program; the key says why they do not run
-    "installs": [
-        "make train",
-        "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train",
+NOT_CHECKED = {  # the key says why
+    "another program's": [
         "source .venv/bin/activate",
-        "pip install -r requirements.txt",
-        "pip install -r requirements.txt -c constraints-gpu.txt",
         "pip install -r /tmp/others.txt -c /tmp/torch.txt",
         "pip install 'flash-attn-4[cu13]==4.0.0b36' -c /tmp/torch.txt",
         'pip install "transformers>=5.0"',
@@ -114,25 +111,38 @@ PARSED = {  # by their program; the key says why they do not run
         "MAX_JOBS=1 pip install --no-build-isolation flash-attn",
         "pip install --no-build-isolation transformer_engine[pytorch]",
         "pip uninstall -y flash-attn",
+        "pip --upgrade",
+        "pip -v -v -v",
         "apt install build-essential",
         "apt install python3-dev",
+        'docker run --gpus all -it --rm -v "$PWD":/nanote -w /nanote nvcr.io/nvidia/pytorch:26.02-py3',
+        "tensorboard --logdir out",
+        'NANOTE_ENGINE=reference pytest -m "not gpu"',
+        "diff -U 2 --label a/my_model.py --label b/my_model.py model_te_optimized.py my_model.py "
+        "> examples/edits/optimized/NAME.diff"],
+    "has no options, and runs in test_pages.py": ["python bench/measured.py"],
+    "has no options, and runs in test_benchmark.py": ["python bench/pictures.py"],
+}
+
+PARSED = {  # by their program, or the files that they name exist; the key says why they do not run
+    "installs": [
+        "make train",
+        "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train",
+        "pip install -r requirements.txt",
+        "pip install -r requirements.txt -c constraints-gpu.txt",
         "python doctor.py --install",
         "MAX_JOBS=1 python doctor.py --install"],
     "downloads, or reads what was downloaded": [
         "python data.py hf roneneldan/TinyStories --tokenizer gpt2",
         "python data.py hf HuggingFaceFW/fineweb --subset sample-10BT --streaming --tokenizer gpt2",
         "python data.py packages --tokenizer r50k_base",
-        'docker run --gpus all -it --rm -v "$PWD":/nanote -w /nanote nvcr.io/nvidia/pytorch:26.02-py3',
         "python tools/import_hf.py models/Qwen3-0.6B out/qwen",
         "python bench/minimal.py --nanogpt nanoGPT"],
-    "needs a browser": ["tensorboard --logdir out"],
-    "is an older guide's": ["pip --upgrade", "pip -v -v -v"],
     "runs the tests": [
         "make lint",
         "make test",
         'make test ARGS="-k readme"',
         "make test-gpu",
-        'NANOTE_ENGINE=reference pytest -m "not gpu"',
         "pytest tests/test_pairs.py",
         "pytest tests/test_family.py tests/test_pairs.py",
         "pytest tests/test_edits.py -k NAME"],
@@ -149,8 +159,6 @@ PARSED = {  # by their program; the key says why they do not run
     "runs in test_own_model.py": [
         "python train.py --model from_nanogpt.py:Model --fp8-recipe none --n-layer 12 --n-head 12 "
         "--n-embd 768"],
-    "runs in test_pages.py": ["python bench/measured.py"],
-    "runs in test_benchmark.py": ["python bench/pictures.py"],
     "runs in test_pairs.py": ["python bench/pairs.py --page"],
     "takes minutes or hours": [
         "python bench/pairs.py",
@@ -166,8 +174,6 @@ PARSED = {  # by their program; the key says why they do not run
         "python test_shapes.py",
         "python test_stability.py"],
     "names an edit of yours": [
-        "diff -U 2 --label a/my_model.py --label b/my_model.py model_te_optimized.py my_model.py "
-        "> examples/edits/optimized/NAME.diff",
         "python bench/edits.py --model fast --edits NAME --json results/fast_edits.json"],
     "needs several GPUs": [
         ON_TWO_GPUS,  # with which it runs
@@ -183,7 +189,7 @@ PARSED = {  # by their program; the key says why they do not run
 
 def test_each_command_of_a_page_is_in_one_list():
     listed = [command for command, _, _ in RUN]
-    for commands in PARSED.values():
+    for commands in [*PARSED.values(), *NOT_CHECKED.values()]:
         listed += commands
     assert PAGE_COMMANDS - set(listed) == set(), "in no list"
     assert set(listed) - PAGE_COMMANDS == set(), "in no page"
@@ -298,8 +304,6 @@ for commands in PARSED.values():
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_a_command_is_parsed(command, monkeypatch):
     words = program_of(command)
-    if words in (["bench/measured.py"], ["bench/pictures.py"]):  # they have no options
-        return
     if words:
         parse_by_program(words, monkeypatch)
         if words[0] == "train.py":
@@ -308,8 +312,8 @@ def test_a_command_is_parsed(command, monkeypatch):
         environment = os.environ | {"MAKEFLAGS": "n"}  # only print
         subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
     else:  # pip and pytest
-        for name in re.findall(r"(?: |^)(tests/\w+\.py|[\w-]+\.txt)", command):
-            assert (ROOT / name).exists()
+        names = re.findall(r" (tests/\w+\.py|[\w-]+\.txt)", command)
+        assert names and all((ROOT / name).exists() for name in names)
 
 
 USAGE = re.compile(r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)", re.M)

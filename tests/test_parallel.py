@@ -77,6 +77,11 @@ def torchrun(options):
         yield process
     finally:
         process.terminate()  # stops the ranks
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def kill_one_rank(process, number):

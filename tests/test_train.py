@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 import train
-from nanote import checkpoint, models
+from nanote import checkpoint, logs, models
 from nanote.config import TrainConfig
 from nanote.loader import Loader
-from nanote.logs import read_metrics
+from nanote.logs import plot_losses, read_metrics
 from nanote.options import read_config
 from nanote.parallel import Ranks
 from nanote.schedule import learning_rate
@@ -167,7 +167,8 @@ def test_the_first_step_loses_no_gradient(tokens):
 
 # ---------------------------------------------------------------- what a run says and leaves
 
-def test_what_a_run_says_and_leaves(tokens, capsys):
+def test_what_a_run_says_and_leaves(tokens, capsys, monkeypatch):
+    monkeypatch.setattr(logs, "plot_losses", plot_losses)  # which conftest.py replaces
     options = f"{SHORT} --grad-accum 2 --checkpoint-interval 2 --keep-checkpoints 2 --log-interval 4"
     assert run_train(f"{options} --fp8-recipe block --out-dir run", tokens) == 0
     out = capsys.readouterr().out
@@ -176,7 +177,8 @@ def test_what_a_run_says_and_leaves(tokens, capsys):
     assert corpus.startswith(f"{tokens}: ") and corpus.endswith(" epochs, 512 tokens a step")
     for wanted in ("6 steps are done", "run/loss.png", "run/metrics.jsonl", "run/step-6", "sample.py run"):
         assert wanted in out
-    assert saved_steps("run") == [4, 6] and os.listdir("run/tensorboard") and Path("run/loss.png").exists()
+    assert saved_steps("run") == [4, 6] and os.listdir("run/tensorboard")
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     records = read_metrics("run/metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 4, 6]  # 2 is saved
     assert {"val_loss", "val_bits_per_byte", "val_loss_without_fp8"} <= set(records[-1])
