@@ -67,7 +67,8 @@ def test_add_norm(rows, columns, kind, added):
 
 @pytest.mark.parametrize("rows, columns", SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("activation", casts.ACTIVATIONS)
+@pytest.mark.parametrize("activation", [
+    "gelu", "swiglu", *(on_gpu(name) for name in casts.ACTIVATIONS if name not in ("gelu", "swiglu"))])
 def test_activate(rows, columns, with_bias, activation):
     width = 2 * columns if activation in casts.GATED else columns
     x = normal(rows, width, size=2.0)
@@ -180,8 +181,8 @@ def mean_error(gradients, exact):
     return torch.stack(errors).mean()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("activation, bias", [
+    ("gelu", True), ("swiglu", False), on_gpu("gelu", False), on_gpu("swiglu", True)])
 @pytest.mark.parametrize("size", [
     dict(n_embd=64, n_head=2, n_layer=2, vocab_size=128, batch=2, length=16),
     pytest.param(dict(n_embd=768, n_head=12, n_layer=4, vocab_size=50304, batch=8, length=1024),
