@@ -45,14 +45,12 @@ import torch
 import train
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, markdown, write_json
-from bench.step import free
+from bench.step import free, make_parts
 from nanote import checkpoint, models, recipes, training_state
 from nanote.command import parse, run_command
 from nanote.config import TrainConfig
-from nanote.ddp import make_gradients
 from nanote.evaluation import validation_loss
 from nanote.loader import Loader
-from nanote.optimizers import make_optimizer
 from nanote.parallel import Ranks
 from nanote.schedule import learning_rate
 
@@ -165,8 +163,11 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     device = models.pick_device(config.device)
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
-    model, optimizer, functions = make_training(config, device)
+    model, optimizer, gradients = make_parts(config, device)
     so_far = load_part(config, model, optimizer, loader, part, source)
+    functions = train.make_step(config, model, optimizer, gradients)
+    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
+        functions = train.with_cuda_graphs(model, optimizer, functions)
     step, losses, ms_per_step = train_steps(
         config, optimizer, functions, loader, so_far["step"] + 1, part.last_step, deadline)
     meta = {
@@ -180,21 +181,6 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
         meta |= validation_losses(config, model, device)
     with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
         checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
-
-
-def make_training(config: TrainConfig, device):
-    """Return the model, the optimizer and the functions of a step, as train.py makes them on one GPU. CUDA
-    graphs are captured after two calls, so after `load_part`."""
-    torch.manual_seed(config.seed)
-    model = train.build_model(config, device)
-    if config.compile:
-        model.compile()
-    optimizer = make_optimizer(model, config)
-    gradients = make_gradients(model, config.grad_accum)
-    functions = train.make_step(config, model, optimizer, gradients)
-    if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
-        functions = train.with_cuda_graphs(model, optimizer, functions)
-    return model, optimizer, functions
 
 
 def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source: Path | None) -> dict:

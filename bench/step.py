@@ -148,6 +148,18 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def make_parts(config: TrainConfig, device: torch.device):
+    """Return the model, the optimizer and the gradients of a run, as train.py makes them."""
+    torch.manual_seed(config.seed)
+    model = train.build_model(config, device)
+    optimizer = make_optimizer(model, config)
+    gradients = make_gradients(model, config.grad_accum)
+    shard_optimizer(optimizer, gradients)
+    if config.compile:
+        model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+    return model, optimizer, gradients
+
+
 class Training:
     """A model, its optimizer and the functions of train.make_step: `loss, norm = training(batches, lr)`.
 
@@ -157,24 +169,18 @@ class Training:
 
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):
         """batches: the micro-batches that find the first scales of delayed scaling."""
-        torch.manual_seed(config.seed)
         self.config = config
         self.world_size = parallel.world_size()
-        self.model = train.build_model(config, device)
+        self.model, self.optimizer, self.gradients = make_parts(config, device)
         self.forward = self.model
         self.kernels = models.describe(self.model)
-        self.optimizer = make_optimizer(self.model, config)
-        self.gradients = make_gradients(self.model, config.grad_accum)
-        shard_optimizer(self.optimizer, self.gradients)
-        if config.compile:
-            self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         divisor = config.grad_accum * self.world_size
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, batches[0], divisor)
         self.divisor = torch.tensor(float(divisor), device=device)
         self.eager = train.make_step(config, self.model, self.optimizer, self.gradients)
-        self.functions = self.eager
         self.is_graph = config.uses_cuda_graph(recipes.has_fp8_gpu(device))
+        self.functions = self.eager
         if self.is_graph:
             self.functions = train.with_cuda_graphs(self.model, self.optimizer, self.eager)
         self.update = self.eager.update
