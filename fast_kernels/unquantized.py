@@ -60,7 +60,8 @@ def activate_reference(activation, x, bias):
 def _runs_kernels(x, *others):
     """Return whether the kernels take x (N, C) and the other tensors (None is skipped)."""
     has_fitting_sizes = x.dim() == 2 and x.shape[0] > 0 and x.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
-    if not has_fitting_sizes or x.is_cuda != torch.cuda.is_available() or not is_supported():
+    is_off_the_gpu = not x.is_cuda and torch.cuda.is_available()
+    if not has_fitting_sizes or is_off_the_gpu or not is_supported():
         return False
     if not torch.compiler.is_compiling() and _is_transformed():
         return False
