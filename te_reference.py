@@ -1864,8 +1864,8 @@ def _allocate_workspaces_while_tracing(module):
 
 
 def _roll_in_backward_while_tracing(module, y):
-    """Let a module in a checkpoint roll its own histories in its backward pass: the function of a checkpoint
-    may not assign to `_fp8`, so no module can be the one that rolls all."""
+    """Let a module in a checkpoint roll its own histories in its backward pass. The first module cannot roll
+    those of all, because a traced checkpoint may not assign to `_fp8`."""
     state = module.fp8_meta.get("scaling_bwd")
     return y if state is None else _RollInBackward.apply(y, state)
 

@@ -239,7 +239,7 @@ def _has_value(value, values: tuple[str, ...]) -> bool:
 
 # ---------------------------------------------------------------- options without effect
 
-WITHOUT_EFFECT = (  # (options, the one that takes their effect away, whether it does)
+WITHOUT_EFFECT = (  # (options, the option that disables them, the condition under which it does)
     (["fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"], "fp8_recipe",
      lambda config: config.fp8_recipe != "delayed"),
     (["fp8_format"], "fp8_recipe",

@@ -20,7 +20,7 @@ def is_run(source: str) -> bool:
 
 def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
     """Copy the weights of the run that --init-from names to a new run's model. Return its meta.json if its
-    FP8 scales were copied too, else {}. tokenizer: the name of the one that made the data. Collective."""
+    FP8 scales were copied too, else {}. tokenizer: the name of the tokenizer of --data. Collective."""
     folder = checkpoint.find(config.init_from)
     meta = checkpoint.read_meta(folder)
     check_tokenizer(config.data, tokenizer, meta["tokenizer"])
