@@ -2,15 +2,16 @@
 
     python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
 
-- readme         README's loop with the copied file: delayed scaling, float32 masters in FusedAdam
-- fast           README's second loop: model_te_fast.py, FastAdam and CUDA graphs
-- fast_eager     the same, launched from Python
+- readme         README's loop with the copied files: delayed scaling, float32 masters in FusedAdam
+- fast           README's second loop: model_te_fast.py and FastAdam
 - example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
+- readme_eager, fast_eager, example_eager    the three without CUDA graphs, launched from Python
 - nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
 - nanogpt        the same as its train.py has it: float32 weights under BF16 autocast, clipping
 
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
-steps, with its 95 % interval. Without --nanogpt the last two are left out.
+steps, with its 95 % interval. Without --nanogpt the last two are left out. Without a GPU there are no CUDA
+graphs, and only readme and example run.
 """
 import sys
 from pathlib import Path
@@ -63,21 +64,21 @@ def random_tokens(options, device):
     return torch.randint(VOCAB_SIZE, (options.batch, options.seq_len + 1), device=device)
 
 
-def readme_loop(options, device):
+def readme_loop(options, device, graphed=True):
     """Return a function that trains one step as README's loop does."""
     config = OptimizedConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True, attention="auto")
     model = OptimizedGPT2Model(config).to(device, torch.bfloat16)
-    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True, capturable=True)
 
-    def step():
-        tokens = random_tokens(options, device)
+    def train(tokens):
         loss = model(tokens[:, :-1], labels=tokens[:, 1:])
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
 
-    return step
+    train = CudaGraph(train) if graphed else train
+    return lambda: train(random_tokens(options, device))
 
 
 def fast_loop(options, device, graphed=True):
@@ -97,7 +98,7 @@ def fast_loop(options, device, graphed=True):
     return lambda: train(random_tokens(options, device))
 
 
-def example_loop(options, device):
+def example_loop(options, device, graphed=True):
     """Return a function that trains one step of examples/minimal.py, which --steps 0 makes the parts of."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "tokens.bin")
@@ -106,19 +107,14 @@ def example_loop(options, device):
                      "--length", options.seq_len, "--steps", 0, "--lr", LR, "--out", f"{folder}/model.pt"]
         with mock.patch.object(sys, "argv", ["minimal.py", *map(str, arguments)]):
             parts = runpy.run_path(str(ROOT / "examples/minimal.py"))
-    net = parts["net"]
-    model = parts["model"]
+    train = parts["train"] if graphed else parts["train"].function
     optimizer = parts["optimizer"]
-    tokens = parts["tokens"]
+    train_tokens = parts["train_tokens"]
 
     def step():
         for group in optimizer.param_groups:
-            group["lr"] = parts["learning_rate"](1)
-        loss = net(*parts["get_batch"](tokens[:parts["split"]]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+            group["lr"].fill_(parts["learning_rate"](1))
+        loss, _ = train(*parts["get_batch"](train_tokens))
         return loss
 
     return step
@@ -139,6 +135,8 @@ def nanogpt_loop(options, device, dtype):
 def make_loops(options, device) -> dict:
     loops = {"readme": readme_loop(options, device), "example": example_loop(options, device)}
     if device.type == "cuda":
+        loops["readme_eager"] = readme_loop(options, device, graphed=False)
+        loops["example_eager"] = example_loop(options, device, graphed=False)
         loops["fast"] = fast_loop(options, device)
         loops["fast_eager"] = fast_loop(options, device, graphed=False)
     if options.nanogpt:

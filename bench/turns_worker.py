@@ -9,6 +9,7 @@ import sys
 
 del sys.path[0]  # this file's folder; all imports are from PYTHONPATH, the checkout
 import dataclasses
+import inspect
 import json
 
 import torch
@@ -24,9 +25,14 @@ def make_loops(device) -> dict:
     from bench import minimal
     torch.manual_seed(0)
     options = minimal.Options()
+    eager = {"graphed": False}
+    if "graphed" not in inspect.signature(minimal.readme_loop).parameters:
+        eager = {}  # an older checkout, which launches these two from Python only
     return {
         "readme": minimal.readme_loop(options, device),
+        "readme_eager": minimal.readme_loop(options, device, **eager),
         "example": minimal.example_loop(options, device),
+        "example_eager": minimal.example_loop(options, device, **eager),
         "fast": minimal.fast_loop(options, device),
         "fast_eager": minimal.fast_loop(options, device, graphed=False),
     }

@@ -1,10 +1,13 @@
-"""A whole training script for FP8: one model file, PyTorch and NumPy, nothing else.
+"""A whole training script for FP8: one model file, graphs.py, PyTorch and NumPy, nothing else.
 
     python examples/minimal.py data/stdlib/train.bin                  # a token file (uint16)
     python examples/minimal.py book.txt --recipe current --compile    # a text file: its bytes are the tokens
 
-To start a project of your own, copy this file and model_te_optimized.py (and te_reference.py for machines
-without a GPU) into a folder. The weights are BF16 on a GPU; the optimizer keeps float32 masters.
+To start a project of your own, copy this file, model_te_optimized.py and nanote/graphs.py into a folder, and
+te_reference.py for machines without a GPU. The weights are BF16 on a GPU; the optimizer keeps float32 masters.
+
+On a GPU a training step is a CUDA graph, so that Python does not launch each kernel. The Python code of
+`train` runs in the first three steps only: what changes later has to be a tensor, as the learning rate is.
 """
 import argparse
 import json
@@ -16,7 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # where the model file is; not needed in a copy
+root = Path(__file__).resolve().parent.parent
+sys.path += [str(root), str(root / "nanote")]  # where model file and graphs.py are; not needed in a copy
+from graphs import CudaGraph
+
 from model_te_optimized import (
     DelayedScaling,
     Format,
@@ -103,7 +109,8 @@ vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms: no
 optimizer = te.optimizers.FusedAdam(
     [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
     lr=options.lr, betas=(0.9, 0.95),
-    master_weights=dtype == torch.bfloat16)  # float32 copies that the optimizer updates
+    master_weights=dtype == torch.bfloat16,  # float32 copies that the optimizer updates
+    capturable=True)  # learning rate and step count are tensors, which a CUDA graph reads
 net = torch.compile(model) if options.compile else model
 
 
@@ -120,6 +127,20 @@ def learning_rate(step):
     return options.lr * (0.1 + 0.9 * cosine)
 
 
+def train(input_ids, labels):
+    """Train one step. Return the loss and the gradient norm before clipping, (2,) float32."""
+    loss = net(input_ids, labels)  # logits and loss; FP8 inside te.autocast
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)  # gradients stay where the graph writes them
+    return torch.stack((loss.detach(), norm.float()))
+
+
+if not options.compile:  # torch.compile may compile again in a later step, which a capture does not allow
+    train = CudaGraph(train)  # without a GPU it calls train
+
+
 @torch.no_grad()
 def validation_loss(batches=8):
     model.eval()
@@ -134,17 +155,13 @@ def validation_loss(batches=8):
 started = time.perf_counter()
 for step in range(1, options.steps + 1):
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step)
-    input_ids, labels = get_batch(train_tokens)
-    loss = net(input_ids, labels)  # logits and loss; FP8 inside te.autocast
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+        group["lr"].fill_(learning_rate(step))
+    loss_and_norm = train(*get_batch(train_tokens))
     if step % 100 == 0 or step == options.steps:
+        loss, norm = loss_and_norm.tolist()  # waits for the GPU
         seconds = time.perf_counter() - started
         speed = step * options.batch * options.length / seconds
-        print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  {speed:,.0f} tokens/s  "
+        print(f"step {step}  loss {loss:.4f}  norm {norm:.3f}  {speed:,.0f} tokens/s  "
               f"validation {validation_loss():.4f}", flush=True)
 
 # Plain tensors, the FP8 scales included. To read them:

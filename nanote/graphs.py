@@ -3,6 +3,8 @@
     forward_backward = CudaGraph(forward_backward)
     loss = forward_backward((input_ids, labels), is_first_microbatch=True, is_last_microbatch=True)
 
+Copy this file into a loop of your own: it needs PyTorch only. Without a GPU the function is called as it is.
+
 Python needs longer to launch the thousand kernels of a small model's step than the GPU needs to run them. A
 CUDA graph is one launch. Three ideas:
 
@@ -43,7 +45,8 @@ class CudaGraph:
     """Replay a function on the GPU as CUDA graphs.
 
     The function takes tensors, or tuples of tensors, as positional arguments. They are copied to the memory
-    that the graph reads. It returns a tensor or None, and each call returns a new tensor.
+    that the graph reads. It returns a tensor or None, and each call returns a new tensor. Without a GPU, or
+    with tensors on the CPU, each call runs the function.
 
     A capture fixes everything else: Python in the function does not run again. The shapes of the arguments,
     the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
@@ -57,19 +60,25 @@ class CudaGraph:
         capture, and its result lives as long as the graph."""
         self.function = function
         self.keep = keep
-        self.stream = torch.cuda.Stream()  # PyTorch needs the calls before a capture on the capturing stream
+        self.stream = None  # of the capture; PyTorch needs the calls before it on the same one
+        if torch.cuda.is_available():
+            self.stream = torch.cuda.Stream()
         self.recapture()
 
     def recapture(self) -> None:
         """Forget the graphs: the next calls run the function again, and then capture it as it is by then."""
         self.variants = {}  # {keyword arguments: Variant}
+        if not torch.cuda.is_available():
+            return
         self.pool = torch.cuda.MemPool()
         gc.collect()
         torch.cuda.empty_cache()  # a private pool cannot reuse memory that other pools cache
 
     def __call__(self, *arguments, **options):
-        key = tuple(sorted(options.items()))
         tensors = tree_leaves(arguments)
+        if not runs_on_gpu(tensors):
+            return copy_of(self.function(*arguments, **options))
+        key = tuple(sorted(options.items()))
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         variant = self.variants.setdefault(key, Variant(shapes))
         if variant.shapes != shapes:
@@ -83,7 +92,7 @@ class CudaGraph:
         for static, tensor in zip(variant.inputs, tensors):
             static.copy_(tensor, non_blocking=True)
         variant.graph.replay()
-        return None if variant.output is None else variant.output.clone()
+        return copy_of(variant.output)
 
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""
@@ -93,7 +102,7 @@ class CudaGraph:
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool), on_this_thread:
             output = self.function(*arguments, **options)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return None if output is None else output.clone()
+        return copy_of(output)
 
     def _capture(self, variant, arguments, options):
         """Capture the function for a variant. Nothing runs on the GPU yet."""
@@ -115,6 +124,18 @@ class CudaGraph:
         variant.inputs = tree_leaves(arguments)
         variant.output = output
         variant.kept = kept
+
+
+def runs_on_gpu(tensors) -> bool:
+    """Return whether a function of these tensors runs on a GPU."""
+    if not tensors:
+        return torch.cuda.is_available()
+    return any(tensor.is_cuda for tensor in tensors)
+
+
+def copy_of(output):
+    """Return a new tensor with the values of a function's output, which may be None."""
+    return None if output is None else output.clone()
 
 
 def _end_failed_capture(pool) -> None:

@@ -1,6 +1,11 @@
 """CUDA graphs of a training step: the numbers of steps without graphs, and no memory of others touched."""
 import copy
 import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -12,8 +17,10 @@ from nanote import chunked_loss, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients
 from nanote.graphs import CudaGraph
+from trainer_tools import ROOT, model_file
 
 gpu = pytest.mark.gpu
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = dict(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128,
              micro_batch_size=4)
 
@@ -209,6 +216,114 @@ def test_any_function_can_be_replayed():
     for _ in range(4):
         assert graph(torch.tensor([3.0], device="cuda"), exponent=2).item() == 9
         assert graph(torch.tensor([2.0], device="cuda"), exponent=3).item() == 8
+
+
+# ---------------------------------------------------------------- loops of one's own
+
+ENGINES = [pytest.param("te", marks=gpu), pytest.param("fast", marks=gpu), "reference"]
+
+
+def make_loop(engine, graphed=True):
+    """Return the parts of README's first loop: train, model and optimizer."""
+    module = model_file("model_te_optimized", engine)
+    torch.manual_seed(0)
+    config = module.OptimizedConfig(n_layer=1, n_head=4, n_embd=256, vocab_size=512, use_fp8=True,
+                                    attention="auto")
+    model = module.OptimizedGPT2Model(config).to(DEVICE, torch.bfloat16)
+    optimizer = module.te.optimizers.FusedAdam(
+        model.parameters(), lr=1e-3, master_weights=True, capturable=True)
+
+    def train(tokens):
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return CudaGraph(train) if graphed else train, model, optimizer
+
+
+def set_rate(optimizer, rate):
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rate_set_between_replays_is_used(engine):
+    train, model, optimizer = make_loop(engine)
+    tokens = torch.randint(512, (2, 33), device=DEVICE)
+    for _ in range(4):  # the last two are replays
+        train(tokens)
+    for rate in (0.0, 1e-2, 0.0):
+        set_rate(optimizer, rate)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(tokens)
+        is_unchanged = all(map(torch.equal, model.parameters(), before))
+        assert is_unchanged == (rate == 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loop_in_graphs_learns_as_without(engine):
+    """With another rate in each step, and evaluations between the steps."""
+    tokens = torch.randint(512, (2, 33), device=DEVICE)
+    losses = {}
+    for graphed in (False, True):
+        train, model, optimizer = make_loop(engine, graphed)
+        losses[graphed] = []
+        for step in range(8):
+            set_rate(optimizer, 1e-3 * (step % 3))
+            losses[graphed].append(train(tokens).item())
+            model.eval()
+            with torch.no_grad():
+                losses[graphed].append(model(tokens[:, :-1], labels=tokens[:, 1:]).item())
+            model.train()
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+    assert losses[True][-1] < losses[True][0] - 0.5
+
+
+NO_GRAPHS = "def CudaGraph(function):\n    return function\n"
+
+
+@pytest.mark.parametrize("engine, recipe", [
+    ("reference", "delayed"),
+    *(pytest.param("te", recipe, marks=gpu) for recipe in ("delayed", "current", "block", "none")),
+    *(pytest.param("fast", recipe, marks=gpu) for recipe in ("delayed", "none"))])
+def test_minimal_in_graphs_learns_as_without(engine, recipe, tmp_path):
+    """The figures that examples/minimal.py prints, beside the files that are copied for it."""
+    environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": str(ROOT)}  # fast_kernels is there
+    sizes = "--layers 1 --width 128 --batch 4 --length 32 --steps 20 --lr 1e-2"
+    lines = []
+    for graphs in ((ROOT / "nanote/graphs.py").read_text(), NO_GRAPHS):
+        for name in ("examples/minimal.py", "model_te_optimized.py", "te_reference.py"):
+            shutil.copy(ROOT / name, tmp_path)
+        (tmp_path / "graphs.py").write_text(graphs)
+        command = [sys.executable, "minimal.py", "te_reference.py", "--recipe", recipe, *sizes.split()]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        line = re.fullmatch(r"step 20  loss (.*)  norm (.*)  .* tokens/s  validation (.*)\n", done.stdout)
+        lines.append([float(figure) for figure in line.groups()])
+    found, expected = lines
+    assert found == pytest.approx(expected, rel=5e-3)
+    assert found[0] < 3.5, "ln 256 is 5.5"
+
+
+def test_with_tensors_on_the_cpu_the_function_is_called():
+    total = torch.zeros(3)
+    graph = CudaGraph(total.add_)
+    first = graph(torch.ones(3))
+    for _ in range(3):
+        last = graph(torch.ones(3))
+    assert (first == 1).all() and (last == 4).all() and (total == 4).all()
+    graph.recapture()
+    assert (graph(torch.ones(())) == 5).all(), "another shape"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is captured")
+def test_without_a_gpu_a_function_of_nothing_is_called():
+    calls = []
+    graph = CudaGraph(lambda: calls.append("called"))
+    assert [graph() for _ in range(4)] == [None] * 4 and len(calls) == 4
 
 
 def test_on_is_refused_where_graphs_are_impossible():

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.run
 import tyro
 
@@ -356,14 +357,14 @@ def test_each_loop_of_a_page_has_a_test():
 
 # ln 512 = 6.2, ln 50304 = 10.8: random tokens cannot be learned, so the loss may only not diverge
 @pytest.mark.parametrize("loop, files, largest_loss", [
-    (0, ["model_te_optimized.py", "te_reference.py"], 6.5),
+    (0, ["model_te_optimized.py", "nanote/graphs.py", "te_reference.py"], 6.5),
     pytest.param(1, ["model_te_fast.py", "nanote/graphs.py", "fast_kernels"], 11.3, marks=pytest.mark.gpu)])
 def test_a_loop_runs_beside_the_files_that_are_copied(loop, files, largest_loss, tmp_path):
     for name in files:
         source, target = ROOT / name, tmp_path / Path(name).name
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     code = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.S)[loop]
-    if loop == 0:
+    if loop == 0 and not torch.cuda.is_available():
         code = code.replace("range(10)", "range(3)")  # BF16 on a CPU is slow
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
