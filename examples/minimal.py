@@ -4,7 +4,7 @@
     python examples/minimal.py book.txt --recipe current --compile    # a text file: its bytes are the tokens
 
 To start a project of your own, copy this file, model_te_optimized.py and nanote/graphs.py into a folder, and
-te_reference.py for machines without a GPU. The weights are BF16 on a GPU; the optimizer keeps float32 masters.
+te_reference.py for machines without a GPU. Weights are BF16 on a GPU; the optimizer keeps float32 masters.
 
 On a GPU a training step is a CUDA graph, so that Python does not launch each kernel. The Python code of
 `train` runs in the first three steps only: what changes later has to be a tensor, as the learning rate is.

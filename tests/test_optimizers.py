@@ -65,6 +65,31 @@ def test_clipping_limits_the_norm_of_all_gradients(max_norm):
     torch.testing.assert_close(after, before * (limit / before.norm()))
 
 
+@pytest.mark.parametrize("engine", [
+    "fast_kernels.modules", "te_reference",
+    pytest.param("transformer_engine.pytorch", marks=pytest.mark.gpu)])
+def test_a_capturable_adam_keeps_the_memory_of_a_graph(engine):
+    """And a rate that is written there is used."""
+    te = pytest.importorskip(engine)
+    parameter = torch.nn.Parameter(torch.ones(16, device="cuda" if torch.cuda.is_available() else "cpu"))
+    optimizer = te.optimizers.FusedAdam([{"params": [parameter]}], lr=0.125, capturable=True)
+    group = optimizer.param_groups[0]
+    changes, addresses = [], set()
+    for rate in (None, 0.0, 0.25):
+        if rate is not None:
+            group["lr"].fill_(rate)
+        before = parameter.detach().clone()
+        parameter.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        changes.append((before - parameter)[0].item())
+        tensors = parameter.grad, group["lr"], group["step"]
+        addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+    # for a gradient that does not change, Adam's update is the rate
+    assert changes == pytest.approx([0.125, 0.0, 0.25], rel=1e-4)
+    assert len(addresses) == 1 and (parameter.grad == 0).all()
+
+
 # ---------------------------------------------------------------- Muon
 
 def matrices(dtype):
