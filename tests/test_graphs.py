@@ -251,7 +251,7 @@ def set_rate(optimizer, rate):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rate_set_between_replays_is_used(engine):
     train, model, optimizer = make_loop(engine)
-    tokens = torch.randint(512, (2, 33), device=DEVICE)
+    tokens = torch.randint(512, (2, 65), device=DEVICE)
     for _ in range(4):  # the last two are replays
         train(tokens)
     for rate in (0.0, 1e-2, 0.0):
@@ -265,7 +265,7 @@ def test_a_rate_set_between_replays_is_used(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_loop_in_graphs_learns_as_without(engine):
     """With another rate in each step, and evaluations between the steps."""
-    tokens = torch.randint(512, (2, 33), device=DEVICE)
+    tokens = torch.randint(512, (2, 65), device=DEVICE)
     losses = {}
     for graphed in (False, True):
         train, model, optimizer = make_loop(engine, graphed)
@@ -291,7 +291,7 @@ NO_GRAPHS = "def CudaGraph(function):\n    return function\n"
 def test_minimal_in_graphs_learns_as_without(engine, recipe, tmp_path):
     """The figures that examples/minimal.py prints, beside the files that are copied for it."""
     environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": str(ROOT)}  # fast_kernels is there
-    sizes = "--layers 1 --width 128 --batch 4 --length 32 --steps 20 --lr 1e-2"
+    sizes = "--layers 1 --width 128 --batch 4 --length 64 --steps 20 --lr 1e-2"
     lines = []
     for graphs in ((ROOT / "nanote/graphs.py").read_text(), NO_GRAPHS):
         for name in ("examples/minimal.py", "model_te_optimized.py", "te_reference.py"):
@@ -304,8 +304,8 @@ def test_minimal_in_graphs_learns_as_without(engine, recipe, tmp_path):
         line = re.fullmatch(r"step 20  loss (.*)  norm (.*)  .* tokens/s  validation (.*)\n", done.stdout)
         lines.append([float(figure) for figure in line.groups()])
     found, expected = lines
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert found[0] < 3.5, "ln 256 is 5.5"
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert found[0] < 4, "ln 256 is 5.5"
 
 
 def test_with_tensors_on_the_cpu_the_function_is_called():
