@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fast_kernels.launch import launch
 from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
 
 try:
@@ -425,7 +426,8 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     qk = qkv.new_empty(batch, length, qk_heads, head_dim)
     if not is_fake(qkv):
         tiles, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
-        _norm_rope_kernel[(tiles,)](
+        launch(
+            _norm_rope_kernel, (tiles,),
             qkv, qk, cos, sin, q_weight, k_weight, n_head=n_head, qk_heads=qk_heads, eps=eps, **sizes)
     return qk
 
@@ -455,7 +457,8 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     partial_sums = None
     if has_norm:
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
-    _norm_rope_backward_kernel[(programs,)](
+    launch(
+        _norm_rope_backward_kernel, (programs,),
         qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, n_head=n_head, qk_heads=qk_heads, eps=eps,
         **sizes)
     if has_norm:

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
 from fast_kernels.fp8 import FP8Data, as_arguments
+from fast_kernels.launch import launch
 from fast_kernels.library import (
     ceil_div,
     check_aligned,
@@ -212,7 +213,8 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
         sizes = _norm_sizes(rows, columns)
         programs = rows // sizes["ROWS"]
         mean_out = None if bias is None else mean  # None: the kernel computes an RMSNorm
-        kernels._norm_kernel[(programs,)](
+        launch(
+            kernels._norm_kernel, (programs,),
             x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv,
             C=columns, eps=eps, **sizes)
         if scale is not None:
@@ -266,7 +268,8 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     if not is_fake(dy):
         programs, sizes = _norm_backward_sizes(rows, columns)
         partial_sums = torch.empty((programs, sums, columns), dtype=torch.float32, device=dy.device)
-        kernels._norm_backward_kernel[(programs,)](
+        launch(
+            kernels._norm_backward_kernel, (programs,),
             dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
             N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
         reduce_rows(partial_sums, totals)
@@ -304,7 +307,8 @@ def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
         programs, options = _tile(TILE, rows, columns)
-        kernels._activation_kernel[(programs,)](
+        launch(
+            kernels._activation_kernel, (programs,),
             x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums_ptr=None, N=rows, D=columns,
             KIND=GATED.get(activation, activation), GATED=activation in GATED, **options)
     return rowwise, columnwise, scale_inv
@@ -352,7 +356,8 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
         if bias is not None:
             tile_rows = ceil_div(rows, sizes["ROWS"])
             partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
-        kernels._activation_backward_kernel[(programs,)](
+        launch(
+            kernels._activation_backward_kernel, (programs,),
             dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
             KIND=GATED.get(activation, activation), GATED=is_gated, **options)
         if bias is not None:
@@ -388,7 +393,8 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
         if with_dbias:
             tile_rows = ceil_div(rows, sizes["ROWS"])
             partial_sums = torch.empty((tile_rows, columns), dtype=torch.float32, device=x.device)
-        kernels._activation_kernel[(programs,)](
+        launch(
+            kernels._activation_kernel, (programs,),
             x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
             KIND="identity", GATED=False, **options)
         if with_dbias:
@@ -421,7 +427,7 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
     table, tiles = device_tables(x[0].device, key, make)
-    kernels._cast_all_kernel[(len(tiles),)](table, tiles, TRITON_TYPES[rowwise[0].dtype], **TILE)
+    launch(kernels._cast_all_kernel, (len(tiles),), table, tiles, TRITON_TYPES[rowwise[0].dtype], **TILE)
 
 
 # ---------------------------------------------------------------- parts of the above
@@ -430,7 +436,8 @@ def reduce_rows(x, out):
     """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
     columns = out.numel()
     programs = ceil_div(columns, 16)
-    kernels._reduce_rows_kernel[(programs,)](
+    launch(
+        kernels._reduce_rows_kernel, (programs,),
         x, out, P=x.shape[0], W=columns, ROWS=256, COLUMNS=16, num_warps=8)
     return out
 
@@ -439,7 +446,8 @@ def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
     rows, columns = rowwise.shape
     programs, options = _tile(TRANSPOSE_TILE, rows, columns)
-    kernels._transpose_kernel[(programs,)](
+    launch(
+        kernels._transpose_kernel, (programs,),
         rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fast_kernels.launch import launch
 from fast_kernels.library import ceil_div, check_shape, is_fake, operation
 
 CHUNK = 32  # tokens per program
@@ -118,7 +119,8 @@ def _embed(tokens, weight, positions, position_weight):
         return out
     program_columns = 4 * COLUMNS
     grid = tokens.numel(), ceil_div(columns, program_columns)
-    _embed_kernel[grid](
+    launch(
+        _embed_kernel, grid,
         tokens, weight, positions, position_weight, out, VOCAB_SIZE=len(weight),
         NUM_POSITIONS=len(position_weight), POSITIONS=positions.numel(), C=columns, COLUMNS=program_columns,
         num_warps=4)
@@ -163,8 +165,8 @@ def _add_by_index(indices, dy, out):
     partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
     grid = chunks, ceil_div(columns, COLUMNS)
     sizes = dict(NUM_EMBEDDINGS=len(out), N=count, C=columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
-    _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, **sizes)
-    _join_index_sums_kernel[grid](indices, out, partial_sums, **sizes)
+    launch(_sum_by_index_kernel, grid, dy, indices, order, out, partial_sums, **sizes)
+    launch(_join_index_sums_kernel, grid, indices, out, partial_sums, **sizes)
 
 
 @triton.jit

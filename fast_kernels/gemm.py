@@ -108,19 +108,24 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
-    kinds = [None if x is None else (x.shape, x.dtype, x.is_contiguous()) for x in (a, b, bias, out)]
-    key = (*kinds, accumulate, accumulation, a.get_device())
+    bias_shape = bias_dtype = None
+    bias_address = 0
+    is_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
+    if bias is not None:
+        bias_shape, bias_dtype, bias_address = bias.shape, bias.dtype, bias.data_ptr()
+        is_contiguous = is_contiguous and bias.is_contiguous()
+    key = (a.shape, b.shape, out.shape, bias_shape, a.dtype, b.dtype, out.dtype, bias_dtype, accumulate,
+           accumulation, a.get_device())
     plan = _plans.get(key)
-    if plan is None:  # a shape is checked when it is new
+    if plan is None or not is_contiguous:  # a shape is checked when it is new
         _check(operands, accumulation)
-    bias_address = 0 if bias is None else bias.data_ptr()
     if (a.data_ptr() | b.data_ptr() | bias_address | out.data_ptr()) % 16:  # one of them is not aligned
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         _run_torch(operands, accumulation, accumulate)
         return
     if plan is None:
-        plan = _add_plan(key)
+        plan = _add_plan(key, operands, accumulate, accumulation)
     if not plan.is_tuned and not torch.cuda.is_current_stream_capturing():
         plan.tune(operands)
     if plan.chosen is None:
@@ -174,17 +179,15 @@ _plans = {}  # the autotune cache: {the key of `_gemm`: _Plan}
 _lock = threading.RLock()  # tune() calls run(), which takes it again
 
 
-def _add_plan(key):
+def _add_plan(key, operands, accumulate, accumulation):
     with _lock:
         if key not in _plans:  # by another thread
-            _plans[key] = _Plan(*key)
+            _plans[key] = _Plan(operands, accumulate, accumulation)
         return _plans[key]
 
 
 class _Plan:
     """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape.
-
-    Each kind is (shape, dtype, is_contiguous) of an operand, or None.
 
     cuBLAS is column-major and takes each of our matrices for its transpose:
 
@@ -194,16 +197,16 @@ class _Plan:
 
     tuned_count = 0  # shapes timed in this process
 
-    def __init__(self, a_kind, b_kind, bias_kind, out_kind, accumulate, accumulation, device_index):
-        self.accumulate = accumulate
+    def __init__(self, operands, accumulate, accumulation):
+        a, _, b, _, bias, out = operands
+        self.beta = ONE if accumulate else ZERO
         self.is_tuned = False
         self.attempts = 0  # calls that wanted to time this shape
-        self.layouts = [_make_layout(kind) for kind in (a_kind, b_kind, out_kind)]
-        has_bias = bias_kind is not None
-        self.descriptors = [_make_descriptor(is_fast, has_bias) for is_fast in ACCUMULATIONS[accumulation]]
+        self.layouts = [_make_layout(x) for x in (a, b, out)]
         self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
-        for descriptor in self.descriptors:
-            for algorithm in self._ask_heuristic(descriptor, device_index):
+        for is_fast in ACCUMULATIONS[accumulation]:
+            descriptor = _make_descriptor(is_fast, has_bias=bias is not None)
+            for algorithm in self._ask_heuristic(descriptor, a.get_device()):
                 self.candidates.append((descriptor, algorithm))
         self.chosen = self.candidates[0] if self.candidates else None
 
@@ -241,7 +244,7 @@ class _Plan:
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
         _Plan.tuned_count += 1
-        if self.accumulate:  # the result of a timed run must not be added to the caller's `out`
+        if self.beta is ONE:  # the result of a timed run must not be added to the caller's `out`
             *inputs, out = operands
             operands = *inputs, torch.zeros_like(out)
         candidates = [candidate for candidate in self.candidates if self._can_run(candidate, operands)]
@@ -281,25 +284,24 @@ class _Plan:
             workspace = a.new_empty(workspace_bytes, dtype=torch.uint8)
             workspace_address = workspace.data_ptr()
         a_layout, b_layout, out_layout = self.layouts
-        beta = ONE if self.accumulate else ZERO
         out_address = out.data_ptr()
+        library = _library()
         with _lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))  # its first operand
             _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
             if bias is not None:
                 _set(descriptor, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-            _check_status(_library().cublasLtMatmul(
+            _check_status(library.cublasLtMatmul(
                 _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
-                beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
+                self.beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
                 workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
-def _make_layout(kind):
+def _make_layout(x):
     """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Plan`."""
-    shape, dtype, _ = kind
-    rows, columns = (ctypes.c_uint64(size) for size in shape)
+    rows, columns = (ctypes.c_uint64(size) for size in x.shape)
     leading_dimension = columns
-    return _create("MatrixLayout", TYPES[dtype], columns, rows, leading_dimension)
+    return _create("MatrixLayout", TYPES[x.dtype], columns, rows, leading_dimension)
 
 
 def _make_descriptor(is_fast, has_bias):

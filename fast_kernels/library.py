@@ -58,8 +58,8 @@ def is_supported() -> bool:
 
 def operation(schema, setup_context=None, backward=None):
     """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
-    `name`. What it returns calls the operation where autograd or a tracer must see it, else the function
-    itself. For setup_context and backward see `torch.library.register_autograd`.
+    `name`. What it returns calls the operation where a tracer must see it, else the function itself. For
+    setup_context and backward see `torch.library.register_autograd`.
 
     schema: arguments and results, such as "(Tensor x, Tensor(a!) out, float eps) -> Tensor", where `a!` marks
         a tensor that is written to.
@@ -70,14 +70,8 @@ def operation(schema, setup_context=None, backward=None):
 
         def launch(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            # the first of a list stands for all: the function checks the others
-            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
-            devices = {x.get_device() for x in tensors}
-            if len(devices) > 1:
-                names = ", ".join(sorted({str(x.device) for x in tensors}))
-                raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
-            index, = devices
-            if index < 0 or index == torch.cuda.current_device():
+            index = _device_index(name, args)
+            if index < 0 or index == torch._C._cuda_getDevice():  # CUDA runs: a tensor is there
                 return function(*args)
             with torch.cuda.device(index):
                 return function(*args)
@@ -87,18 +81,40 @@ def operation(schema, setup_context=None, backward=None):
             LIBRARY.impl(name, launch, key)
         op = getattr(torch.ops.fast_kernels, name).default
         torch.library.register_fake(op, function, lib=LIBRARY)
+        run = launch
         if backward is not None:
             torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
+            run = _autograd_function(name, launch, setup_context, backward).apply
 
         @functools.wraps(function)
         def call(*args):
-            if backward is not None or is_tracing():
-                return op(*args)
-            return launch(*args)
+            return op(*args) if is_tracing() else run(*args)
 
         return call
 
     return register
+
+
+def _autograd_function(name, forward, setup_context, backward):
+    """Return the autograd function that the dispatcher would make of an operation."""
+    methods = dict(forward=forward, setup_context=setup_context, backward=backward)
+    return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})
+
+
+def _device_index(name, args):
+    """Return the index of the device that all tensors are on, -1 for the CPU."""
+    index = None
+    for x in args:
+        if isinstance(x, list):
+            x = x[0]  # it stands for all: the function checks the others
+        if isinstance(x, torch.Tensor):
+            if index is None:
+                index = x.get_device()
+            elif x.get_device() != index:
+                tensors = [y[0] if isinstance(y, list) else y for y in args if isinstance(y, TENSORS)]
+                devices = ", ".join(sorted({str(y.device) for y in tensors}))
+                raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
+    return index
 
 
 def input_names(class_name, names):

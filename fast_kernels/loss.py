@@ -21,6 +21,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor, Quantization, as_arguments
+from fast_kernels.launch import launch
 from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # The fastest of those tried on an H200: 16 logits per thread; for FP8 a tile with 32 per thread.
@@ -110,7 +111,8 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8_dt
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not is_fake(logits):
-        _forward_kernel[(rows,)](
+        launch(
+            _forward_kernel, (rows,),
             logits, labels, losses, lse, V=vocab_size, smoothing=label_smoothing or None, softcap=softcap,
             **LAUNCH)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
@@ -126,7 +128,8 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
     rows, vocab_size = logits.shape
     if not is_fake(logits):
         programs = rows * ceil_div(vocab_size, LAUNCH["BLOCK"])
-        _backward_kernel[(programs,)](
+        launch(
+            _backward_kernel, (programs,),
             logits, out, labels, lse, factor, V=vocab_size, smoothing=label_smoothing or None,
             softcap=softcap, **LAUNCH)
 
@@ -140,7 +143,8 @@ def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, 
     rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8_dtype)
     if not is_fake(logits):
         tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
-        _backward_fp8_kernel[(tiles,)](
+        launch(
+            _backward_fp8_kernel, (tiles,),
             logits, labels, lse, factor, scale, amax, rowwise, columnwise, scale_inv, N=rows, V=vocab_size,
             smoothing=label_smoothing or None, softcap=softcap, **BACKWARD_FP8)
     return rowwise, columnwise, scale_inv

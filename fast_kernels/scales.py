@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast_kernels.launch import launch
 from fast_kernels.library import ceil_div, device_tables, is_fake, operation
 
 # A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
@@ -73,7 +74,8 @@ def _update_scales(scales, histories, fp8_max, margin, algorithm):
 
     table, = device_tables(scales[0].device, key, make)
     programs = len(table)
-    _update_kernel[(programs,)](
+    launch(
+        _update_kernel, (programs,),
         table, numerator=fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
 
 
@@ -95,7 +97,8 @@ def update_one(scale, history, fp8_max, margin, algorithm):
     _check(scale, history, scale.device)
     length, slots = history.shape
     programs = ceil_div(slots, TILE["COLUMNS"])
-    _update_slots[(programs,)](
+    launch(
+        _update_slots, (programs,),
         scale, history, length=length, slots=slots, first_slot=None, numerator=fp8_max * 2.0**-margin,
         IS_MAX=algorithm == "max", **TILE)
 
