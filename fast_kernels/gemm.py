@@ -44,6 +44,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_DATA_TYPE = 26
+POINTER_BYTES = 8
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
 ONE = ctypes.byref(ctypes.c_float(1))  # alpha, and beta if the result is added
@@ -200,6 +201,8 @@ class _Plan:
     def __init__(self, operands, accumulate, accumulation):
         a, _, b, _, bias, out = operands
         self.beta = ONE if accumulate else ZERO
+        self.address = ctypes.c_void_p()  # what `run` writes to a descriptor, made once
+        self.pointer_to_address = ctypes.byref(self.address)
         self.is_tuned = False
         self.attempts = 0  # calls that wanted to time this shape
         self.layouts = [_make_layout(x) for x in (a, b, out)]
@@ -286,15 +289,22 @@ class _Plan:
         a_layout, b_layout, out_layout = self.layouts
         out_address = out.data_ptr()
         library = _library()
+        set_attribute = library.cublasLtMatmulDescSetAttribute
+        address = self.address
+        pointer = self.pointer_to_address
         with _lock:  # cuBLASLt reads the descriptor before it returns
-            _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))  # its first operand
-            _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
+            address.value = b_scale_inv.data_ptr()  # b is its first operand
+            status = set_attribute(descriptor, A_SCALE_POINTER, pointer, POINTER_BYTES)
+            address.value = a_scale_inv.data_ptr()
+            status |= set_attribute(descriptor, B_SCALE_POINTER, pointer, POINTER_BYTES)
             if bias is not None:
-                _set(descriptor, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-            _check_status(library.cublasLtMatmul(
+                address.value = bias.data_ptr()
+                status |= set_attribute(descriptor, BIAS_POINTER, pointer, POINTER_BYTES)
+            status |= library.cublasLtMatmul(
                 _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
                 self.beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
-                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
+                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index))
+        _check_status(status)
 
 
 def _make_layout(x):

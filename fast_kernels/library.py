@@ -81,14 +81,14 @@ def operation(schema, setup_context=None, backward=None):
             LIBRARY.impl(name, launch, key)
         op = getattr(torch.ops.fast_kernels, name).default
         torch.library.register_fake(op, function, lib=LIBRARY)
-        run = launch
+        eager = launch
         if backward is not None:
             torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
-            run = _autograd_function(name, launch, setup_context, backward).apply
+            eager = _autograd_function(name, launch, setup_context, backward).apply
 
         @functools.wraps(function)
         def call(*args):
-            return op(*args) if is_tracing() else run(*args)
+            return op(*args) if is_tracing() else eager(*args)
 
         return call
 
