@@ -48,13 +48,14 @@ PAGE_COMMANDS = {command for block in BLOCKS for command in lines_of(block)} | s
 
 TINY = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 16 --micro-batch-size 2 --grad-accum 1 "
         "--max-steps 2 --warmup-steps 1 --eval-tokens 64 --log-interval 1 --device cpu")
-SHORT = "--max-steps 12 --eval-tokens 4096"
+SHORT = "--max-steps 12 --eval-tokens 4096 --grad-accum 1"
 LONGER = "--max-steps 13"  # than the run that is resumed
 TWO_TOKENS = "--max-new-tokens 2"
 BYTES = "--tokenizer byte"  # others are downloaded
 
-# They run in this order, with what is added to them without a GPU and with one; None: not run.
-RUN = [
+# What is added to each command without a GPU and with one; None: it is not run. Those of a group run in this
+# order.
+A_RUN = [
     ("python train.py --help", "", None),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2", TINY, SHORT),
     ("python train.py --resume --out-dir out/gpt2-124m", LONGER, LONGER),
@@ -69,6 +70,8 @@ RUN = [
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
     ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 14", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
+]
+OPTIONS = [
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --micro-batch-size 32", TINY, SHORT),
     ("python train.py --max-steps 20", TINY, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --fp8-recipe current", TINY, SHORT),
@@ -76,6 +79,8 @@ RUN = [
     ("python train.py --fp8-recipe delayed --fp8-health-interval 50", TINY, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --profile 10:12", None, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --wandb my-project", TINY, SHORT),
+]
+OWN_MODELS = [
     ("python train.py --model path/to/my_model.py:MyModel", TINY, SHORT),
     ("python train.py --model my_model.py:MyModel --max-steps 10", TINY, SHORT),
     ("cp model_te_optimized.py my_model.py", "", ""),
@@ -85,11 +90,15 @@ RUN = [
     ("python train.py --model my_model.py:FastGPT2Model", None, SHORT),
     ("cp model_te_optimized.py my_model.py && git apply examples/edits/compiled/geglu.diff", "", ""),
     ("NANOTE_ENGINE=fast python train.py --model my_model.py:OptimizedGPT2Model --compile", None, SHORT),
+]
+BENCHMARKS = [
     ("python benchmark_te.py --shape 12 768 12 32 1024", None, "--steps 4"),
     ("python benchmark_te.py --shape 4 768 12 8 512", None, "--steps 4"),
     ("python benchmark_te.py --shapes 124m-b32 c4096 --blocks gpt2 "
      "--arms fp8 fp8-bf16_moments fp8-loss4 fp8-checkpointing", None, "--steps 4"),
     ("python benchmark_attention.py", None, ""),
+]
+INSTALLING = [
     ("python doctor.py --explain build.log", "", None),
     ('echo "ImportError: libtorch_cuda.so: undefined symbol: ncclCommShrink" | python doctor.py --explain -',
      "", None),
@@ -99,6 +108,9 @@ RUN = [
     ("export CC=gcc-13 CXX=g++-13 CUDAHOSTCXX=g++-13", "", None),
     ("export NVTE_NVFP4_DISABLE_RHT=1 NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1", "", None),
 ]
+GROUPS = {"run": A_RUN, "options": OPTIONS, "own models": OWN_MODELS, "installing": INSTALLING}
+GROUPS |= {command: [(command, *added)] for command, *added in BENCHMARKS}  # slow, each on its own
+RUN = [row for group in GROUPS.values() for row in group]
 ON_TWO_GPUS = "torchrun --nproc-per-node 2 train.py --preset gpt2-350m --data data/TinyStories-gpt2"
 
 NOT_CHECKED = {  # the key says why
@@ -239,10 +251,12 @@ def run(command):
     return subprocess.run(["bash", "-c", command.replace("/tmp/", "")]).returncode
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_commands_run(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device, group", [
+    *(("cpu", group) for group in ("run", "options", "own models", "installing")),
+    *(pytest.param("cuda", group, marks=pytest.mark.gpu) for group in GROUPS if group != "installing")])
+def test_commands_run(device, group, tmp_path, monkeypatch):
     make_world(monkeypatch, tmp_path)
-    for command, without_gpu, with_gpu in RUN:
+    for command, without_gpu, with_gpu in GROUPS[group]:
         added = without_gpu if device == "cpu" else with_gpu
         if added is not None:
             assert run(f"{command} {added}") == 0, command
