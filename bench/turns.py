@@ -2,12 +2,13 @@
 
     python bench/turns.py OLD NEW --json results/turns.json --cases fp8:124m-b32 loops ddp:124m-b32
 
-A case is ARM:SHAPE of benchmark_te.py, LAYOUT:SHAPE on two GPUs (ddp or fsdp), or loops (those of README, as
-bench/minimal.py makes them). Each checkout has a process a GPU, whose working directory and first import
-folder are the checkout. It makes the step and warms up; then the two take turns in an order that alternates.
-A turn's figure is its median step. Printed are the medians over the turns, and the median of the ratios of
-speed, the second checkout over the first, with its range over the turns. The exit code is 1 if a case has an
-error.
+A case is ARM:SHAPE of benchmark_te.py, LAYOUT:SHAPE on two GPUs (ddp or fsdp), loops (those of README, as
+bench/minimal.py makes them), or host (the same with so few tokens that their times are Python's).
+
+Each checkout has a process a GPU, whose working directory and first import folder are the checkout. It makes
+the step and warms up; then the two take turns in an order that alternates. A turn's figure is its median
+step. Printed are the medians over the turns, and the median of the ratios of speed, the second checkout over
+the first, with its range over the turns. The exit code is 1 if a case has an error.
 """
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def compare(case: str, trees: list[Path]) -> list[dict]:
         for side in sides:
             side.end()
     rows = []
-    for name in losses[0]:
+    common = [name for name in losses[1] if name in losses[0]]  # an older checkout has fewer loops
+    for name in common:
         old_ms = [turn[name] for turn in found[0]]
         new_ms = [turn[name] for turn in found[1]]
         ratios = [old / new for old, new in zip(old_ms, new_ms)]
