@@ -18,6 +18,13 @@ The run that an arm is compared with is BF16 in all parts. The kit's arms train 
 does nanoGPT, in float32 weights under BF16 autocast: its weights and moments are the kit's under other names.
 The learning rate is that of the whole run of --tokens, of which `start`, `stop` and `end` are fractions.
 
+An arm is a set of options of train.py, below in ARMS. Some need more, which bench/fp8_arms.py replaces:
+
+    fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
+    fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
+    fp8-scales-1                                   scales start at 1; else the first batch finds them
+    fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
+
 Each GPU trains some of the seeds. After --minutes a run saves its state, and the same command continues it.
 The JSON has a record per run, with the loss of each step, and from all of them `pairs`: differences, their
 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of BF16.
@@ -36,6 +43,7 @@ import math
 import os
 import statistics
 import subprocess
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import monotonic as clock  # in seconds
 from typing import Literal
@@ -66,8 +74,17 @@ ARMS = {  # {name: options of train.py}
     "fp8-head-bf16": dict(fp8_lm_head=False),
     "fp8-first-bf16": dict(fp8_skip_first=1),
     "fp8-last-bf16": dict(fp8_skip_last=1),
+    "fp8-activations": dict(model="fast"),
+    "fp8-weights": dict(model="fast"),
+    "fp8-gradients": dict(model="fast"),
+    "fp8-dgrad-float32": dict(model="fast"),
+    "fp8-scales-1": {},
+    "fp8-stochastic-logits": dict(model="fast"),
     "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
 }
+# Arms for which bench/fp8_arms.py replaces functions
+CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-dgrad-float32", "fp8-scales-1",
+               "fp8-stochastic-logits")
 MODERN = dict(
     activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
 SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)
@@ -152,6 +169,14 @@ def is_complete(part: Part) -> bool:
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
     return TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
+
+
+def changes_of(arm: str):
+    """Return a context in which the functions of FP8 are those of the arm."""
+    if arm not in CHANGED_FP8:
+        return nullcontext()
+    from bench import fp8_arms  # needs Triton
+    return fp8_arms.changed(arm)
 
 
 def train_part(options: Options, seed: int, part: Part, source: Path | None, deadline: float) -> None:
@@ -264,7 +289,8 @@ def train_seeds(options: Options) -> bool:
                 if not is_complete(part):
                     if clock() >= deadline:
                         return False
-                    train_part(options, seed, part, source, deadline)
+                    with changes_of(part.arm):
+                        train_part(options, seed, part, source, deadline)
                     free()
                     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
                 if not is_complete(part):
