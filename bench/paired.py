@@ -14,9 +14,13 @@ A run consists of parts. Each loads the state that the part before it saved, wei
 
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
-The run that an arm is compared with is BF16 in all parts. The kit's arms train with train.py's own step. So
-does nanoGPT, in float32 weights under BF16 autocast: its weights and moments are the kit's under other names.
-The learning rate is that of the whole run of --tokens, of which `start`, `stop` and `end` are fractions.
+The run that an arm is compared with is BF16 in all parts. Arms share the parts before their own. BF16 up to
+`start` is saved after each quarter of the run, so that windows share it, too: --start 0.5 begins with what
+--start 0.25 --stop 0.5 is compared with. The learning rate is that of the whole run of --tokens, of which
+`start`, `stop` and `end` are fractions.
+
+The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
+weights and moments are the kit's under other names.
 
 An arm is a set of options of train.py, below in ARMS. Some need more, which bench/fp8_arms.py replaces:
 
@@ -45,6 +49,7 @@ import statistics
 import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from time import monotonic as clock  # in seconds
 from typing import Literal
 
@@ -153,7 +158,9 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     data = Path(options.data).name
     folder = options.out_dir / f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
-    windows = [(BASELINE, 1, start), (arm, start + 1, stop), (BASELINE, stop + 1, end)]
+    quarters = [options.step_at(fraction) for fraction in (0.25, 0.5, 0.75) if fraction < options.start]
+    windows = [(BASELINE, first + 1, last) for first, last in pairwise([0, *quarters, start])]
+    windows += [(arm, start + 1, stop), (BASELINE, stop + 1, end)]
     for name, first_step, last_step in windows:
         if first_step <= last_step:
             folder = folder / f"{name}-{first_step}-{last_step}"

@@ -58,6 +58,25 @@ def test_a_run_that_is_cut_continues(study, monkeypatch):
         assert run["val_loss"] == other["val_loss"]
 
 
+def test_windows_and_arms_share_the_training_of_bf16(study, monkeypatch):
+    trained = []
+    train_part = paired.train_part
+
+    def recorded(options, seed, part, *arguments):
+        trained.append((part.arm, part.first_step, part.last_step))
+        train_part(options, seed, part, *arguments)
+
+    monkeypatch.setattr(paired, "train_part", recorded)
+    study("--arms", "fp8", "--stop", "0.25")
+    study("--arms", "fp8", "--start", "0.25", "--stop", "0.5")
+    study("--arms", "fp8", "fp8-e4m3", "--start", "0.5", "--stop", "0.75")
+    code, document = study("--arms", "fp8", "--start", "0.75")
+    bf16 = [part for part in trained if part[0] == "bf16"]
+    assert code == 0 and len(document["runs"]) == 9
+    assert bf16 == [("bf16", 1, 0), ("bf16", 1, 5), ("bf16", 6, 10), ("bf16", 11, 15), ("bf16", 16, 20)]
+    assert len(trained) == len(bf16) + 5
+
+
 def run_of(arm, seed, loss, ms=100.0, steps=10):
     pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
             "start": 0.0, "stop": 1.0, "end": 1.0}
