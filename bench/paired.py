@@ -361,20 +361,25 @@ PAIR = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
 
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm, size, number of tokens and window."""
+    rows = [row_of(pairs) for pairs in pairs_by_row(runs)]
+    for row in rows:
+        row["speed_to_equal_loss"] = speed_to_equal_loss(row, rows)
+    return rows
+
+
+def pairs_by_row(runs: list[dict]) -> list[list[tuple]]:
+    """Return the pairs of each row of `summarize`: (the arm's run, BF16's) for each seed that has both."""
     baselines = {}  # {what a pair has in common: BF16's run}
     for run in runs:
         if run["arm"] == BASELINE:
             baselines[pair_of(run)] = run
-    pairs = {}  # {what a row has in common: [(the arm's run, BF16's)]}
+    pairs = {}  # {what a row has in common: its pairs}
     for run in runs:
         baseline = baselines.get(pair_of(run))
         if run["arm"] != BASELINE and baseline is not None:
             key = tuple(run[name] for name in ("arm", *PAIR))
             pairs.setdefault(key, []).append((run, baseline))
-    rows = [row_of(pairs_of_row) for pairs_of_row in pairs.values()]
-    for row in rows:
-        row["speed_to_equal_loss"] = speed_to_equal_loss(row, rows)
-    return rows
+    return list(pairs.values())
 
 
 def row_of(pairs: list[tuple]) -> dict:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import itertools
 import json
 import statistics
 
@@ -22,7 +23,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.paired import interval_of
+from bench.paired import interval_of, pairs_by_row
 from nanote import health
 from nanote.command import run_command
 
@@ -47,6 +48,8 @@ ATTENTION_KERNELS = {  # name of a row -> label, color
     "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", LIGHT_BLUE), "flash-attn 4": ("FlashAttention 4", BLUE),
     "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", ORANGE),
 }
+GAP_POINTS = 20  # of a line in the picture of the loss gap: a point is the mean over a 20th of the steps
+GAP_SIZES = {"124m": "124M", "350m": "350M", "modern": "124M, modern block"}  # size -> label
 WAITS_FOR_PYTHON = 1.1  # a step that takes this many times as long as its CUDA graph
 
 
@@ -151,6 +154,51 @@ def draw_loss(result, path):
     write_below(figure, f"""\
 GPT-2 124M, one {', '.join(machines)}; mean of {min(seeds)} to {max(seeds)} seeds with its 95 % interval; \
 dotted: between evaluations""")
+    figure.savefig(path)
+
+
+def smoothed_gaps(run, baseline) -> list[float]:
+    """Return the loss of a run minus that of BF16, as means over GAP_POINTS equal parts of the steps."""
+    gaps = np.subtract(run["losses"], baseline["losses"])
+    return [part.mean() for part in np.array_split(gaps, GAP_POINTS)]
+
+
+def draw_gap(axes, pairs, color):
+    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval."""
+    first_run, _ = pairs[0]
+    size = GAP_SIZES.get(first_run["size"], first_run["size"])
+    seeds = "1 seed" if len(pairs) == 1 else f"{len(pairs)} seeds"
+    gaps_of_seeds = [smoothed_gaps(*pair) for pair in pairs]
+    x = 100 * (np.arange(GAP_POINTS) + 0.5) / GAP_POINTS
+    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {seeds}"
+    axes.plot(x, np.mean(gaps_of_seeds, axis=0), color=color, lw=2.5, label=label)
+    if len(pairs) > 1:
+        intervals = [interval_of(gaps) for gaps in zip(*gaps_of_seeds)]
+        low, high = zip(*intervals)
+        axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+
+
+@rc_context(FOR_A_TALK)
+def draw_loss_gap(result, path, arm="fp8"):
+    """Draw the training loss of an arm minus that of BF16 over the run, a line per size and length of whole
+    runs in bench/paired.py's JSON."""
+    figure, axes = make_figure(12.5, 6.6, "Training loss of FP8 minus that of BF16, over the run")
+    axes.axhline(0, color="black", lw=1)
+    colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
+    machines = set()
+    for pairs in pairs_by_row(result["runs"]):
+        run, _ = pairs[0]
+        if run["arm"] == arm and (run["start"], run["stop"]) == (0.0, 1.0):
+            draw_gap(axes, pairs, next(colors))
+            machines |= {run["machine"] for run, _ in pairs}
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the run")
+    axes.set_ylabel("difference, nats a token")
+    axes.grid(alpha=0.4)
+    axes.legend()
+    write_below(figure, f"""\
+same first weights and batches; means over a {GAP_POINTS}th of the steps and over seeds, 95 % interval
+{', '.join(sorted(machines))}""")
     figure.savefig(path)
 
 

@@ -207,6 +207,43 @@ def test_pictures_are_drawn_from_the_results(name, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 20_000
 
 
+def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
+    return {
+        "arm": arm, "seed": seed, "size": size, "train_sha256": "", "lr": 1e-3, "tokens": tokens,
+        "start": start, "stop": 1.0, "end": 1.0, "losses": losses, "machine": "a GPU"}
+
+
+def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
+    """Two sizes, one with one seed; a window and another arm are not drawn."""
+    bf16 = [10 / step for step in range(1, 346)]
+    runs = []
+    for seed in (1, 2, 3):
+        runs.append(paired_run("bf16", seed, bf16, 45e6))
+        runs.append(paired_run("fp8", seed, [loss + 0.01 * seed for loss in bf16], 45e6))
+        runs.append(paired_run("fp8-e4m3", seed, [loss + 1 for loss in bf16], 45e6))
+    for arm, start, gap in (("bf16", 0.0, 0.0), ("fp8", 0.0, 0.1), ("bf16", 0.75, 0.0), ("fp8", 0.75, 5.0)):
+        runs.append(paired_run(arm, 1, [2.0 + gap] * 100, 1e8, "350m", start))
+    figures = []
+    make_figure = pictures.make_figure
+
+    def recorded(*arguments, **options):
+        figures.append(make_figure(*arguments, **options))
+        return figures[-1]
+
+    monkeypatch.setattr(pictures, "make_figure", recorded)
+    pictures.draw_loss_gap({"runs": runs}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 20_000
+    [(_, axes)] = figures
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines if "tokens" in line.get_label()}
+    assert lines == {
+        "124M, 45 M tokens, 3 seeds": pytest.approx([0.02] * pictures.GAP_POINTS),
+        "350M, 100 M tokens, 1 seed": pytest.approx([0.1] * pictures.GAP_POINTS)}
+    [band] = axes.collections  # the interval of the three seeds
+    half = 4.303 * 0.01 / 3**0.5
+    low, high = band.get_datalim(axes.transData).intervaly
+    assert (low, high) == pytest.approx((0.02 - half, 0.02 + half))
+
+
 # ---------------------------------------------------------------- benchmark_attention.py
 
 def test_every_kernel_agrees_with_float64(tmp_path, capsys):

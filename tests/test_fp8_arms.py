@@ -5,13 +5,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from bench import fp8_arms, paired
+from bench.step import Training, make_batches
 from fast_kernels import casts, fused, loss, modules
-from kernel_tools import DEVICE, HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts  # noqa: F401
+from kernel_tools import DEVICE, HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, capture  # noqa: F401
 from model_te_fast import FastConfig, FastGPT2Model
 from nanote import recipes
+from nanote.config import TrainConfig
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 ONE_OPERAND = ["activations", "weights", "gradients"]
@@ -47,9 +50,10 @@ def test_one_operand_of_a_linear_layer_is_quantized(operand):
     assert formats[operand][0] != 1, "the scale was found"
     values[operand] = quantized(values[operand], *formats[operand])
     x_used, weight_used, dy_used = values.values()
-    assert torch.equal(y, torch.nn.functional.linear(x_used, weight_used, layer.bias))
-    assert torch.equal(x.grad, dy_used @ weight_used)
-    assert torch.equal(layer.weight.grad, dy_used.T @ x_used)
+    for found, expected in (
+            (y, F.linear(x_used, weight_used, layer.bias)), (x.grad, dy_used @ weight_used),
+            (layer.weight.grad, dy_used.T @ x_used)):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # the order of sums
 
 
 def run_model(arm, monkeypatch, use_fp8=True):
@@ -140,6 +144,31 @@ def test_stochastic_rounding_is_right_in_the_mean():
         assert found == {lower[column].item(), upper[column].item()}
     error = rounded.mean(0) - values.clamp(-57344, 57344)
     assert (error.abs() <= 0.02 * (upper - lower)).all()
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_cuda_graph_rounds_differently():
+    x = torch.full((16, 64), 1.1, device=DEVICE)
+    scale = torch.ones(1, device=DEVICE)
+    graph, rounded = capture(lambda: fp8_arms.round_stochastically(x, scale))
+    graph.replay()
+    first = rounded.float()
+    graph.replay()
+    assert not torch.equal(rounded.float(), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", fp8_arms.CHANGES)
+def test_an_arm_trains_in_cuda_graphs(arm):
+    config = TrainConfig(
+        n_layer=2, n_embd=128, n_head=2, vocab_size=512, n_positions=64, seq_len=64, micro_batch_size=8,
+        model="fast", cuda_graph="on")
+    batches = make_batches(config, torch.device(DEVICE))
+    with fp8_arms.changed(arm):
+        training = Training(config, torch.device(DEVICE), batches)
+        losses = [training(batches, 1e-3)[0].item() for _ in range(10)]
+    assert training.is_graph
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_the_gradient_of_the_logits_is_rounded_stochastically():
