@@ -11,7 +11,8 @@ scaling stay as they are.
   operand is dequantized for it, and there is no fast accumulation. wgrad is rounded to BF16, as in BF16
   training.
 - dgrad in float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
-  has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit's default uses it where K is at most 3,072.
+  has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit's default uses it where K is at most 3,072 and it
+  is faster.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
   probabilities that make its mean exact. The random numbers are PyTorch's and not part of a checkpoint: a run
@@ -47,8 +48,8 @@ def changed(arm: str):
 # A Quantization with the dtype BF16 stands for an operand that is not quantized. An `FP8Data` with BF16
 # tensors is that operand.
 
-def only(operand: str) -> list:
-    """Return the replacements that leave one operand in FP8, a field of GemmQuantizations."""
+def one_in_fp8(operand: str) -> list:
+    """Return the replacements that leave one operand in FP8: "input", "weight" or "output_gradient"."""
     in_bf16 = {
         casts: dict(norm=norm, norm_backward=norm_backward, activate=activate,
                     activate_backward=activate_backward, cast=cast),
@@ -60,12 +61,12 @@ def only(operand: str) -> list:
         (modules.Module, "_gemm_quantizations", quantizations_of_one(operand))]
     for owner, functions in in_bf16.items():
         for name, function in functions.items():
-            replacements.append((owner, name, unless_quantized(getattr(owner, name), function)))
+            replacements.append((owner, name, by_dtype(getattr(owner, name), function)))
     return replacements
 
 
 def quantizations_of_one(operand):
-    """Return a method of Module: the quantizations of a GEMM, of which one quantizes."""
+    """Return a method of Module: how the tensors of a GEMM are quantized, all but one of them to BF16."""
     original = modules.Module._gemm_quantizations
 
     def method(module, gemm):
@@ -76,8 +77,8 @@ def quantizations_of_one(operand):
     return method
 
 
-def unless_quantized(original, in_bf16):
-    """Return a function that calls `in_bf16` if its arguments have the dtype BF16, else `original`."""
+def by_dtype(original, in_bf16):
+    """Return a function that calls `in_bf16` if the dtype to quantize to is BF16, else `original`."""
     def function(*arguments, **options):
         dtypes = []
         for argument in arguments:
@@ -179,9 +180,9 @@ def round_stochastically(x, scale):
 # ---------------------------------------------------------------- the arms
 
 CHANGES = {  # {arm of bench/paired.py: function that returns (owner, name, replacement) of what it replaces}
-    "fp8-activations": lambda: only("input"),
-    "fp8-weights": lambda: only("weight"),
-    "fp8-gradients": lambda: only("output_gradient"),
+    "fp8-activations": lambda: one_in_fp8("input"),
+    "fp8-weights": lambda: one_in_fp8("weight"),
+    "fp8-gradients": lambda: one_in_fp8("output_gradient"),
     "fp8-dgrad-float32": lambda: [(fused, "DGRAD_FAST_ACCUM_K", 0)],
     "fp8-scales-1": lambda: [(recipes, "find_first_scales", lambda *arguments: None)],
     "fp8-stochastic-logits": lambda: [(loss, "cast_gradient", cast_gradient_stochastically)],

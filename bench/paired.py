@@ -30,6 +30,7 @@ An arm is a set of options of train.py, below in ARMS. Some need more, which ben
     fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
 
 Each GPU trains some of the seeds. After --minutes a run saves its state, and the same command continues it.
+The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an arm is not needed after its run.
 The JSON has a record per run, with the loss of each step, and from all of them `pairs`: differences, their
 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of BF16.
 """
