@@ -63,7 +63,6 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
     plan, = fast_gemm._plans.values()
     assert plan.is_tuned and plan.chosen in plan.candidates
     used = {id(descriptor) for descriptor, _ in plan.candidates}
-    assert used == {id(descriptor) for descriptor in plan.descriptors}
     assert len(used) == (2 if accumulation == "either" else 1)
     errors = []
     for algorithm in plan.candidates:

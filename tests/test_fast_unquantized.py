@@ -9,12 +9,26 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from fast_kernels import casts, unquantized
-from kernel_tools import DEVICE, HAS_GPU, _as_on_a_gpu, _free_memory, _poisoned_memory, on_gpu  # noqa: F401
+from kernel_tools import (  # noqa: F401
+    DEVICE,
+    HAS_GPU,
+    _as_on_a_gpu,
+    _free_memory,
+    _poisoned_memory,
+    needs_memory,
+    on_gpu,
+)
 from model_te_fast import FastConfig, FastGPT2Model
 
 BF16 = 2**-8  # largest relative error of rounding to BF16
 EPS = 1e-5
 SIZES = [(48, 96), *(on_gpu(*size) for size in [(8208, 768), (8208, 4096), (16400, 2064), (8208, 16384)])]
+
+
+def needs_memory_for(rows, columns):
+    """Skip a test on a GPU with too little free memory for its tensors in float64."""
+    if HAS_GPU:
+        needs_memory(min(20, 1 + 120 * rows * columns / 2**30))
 
 
 def normal(*shape, size=1.0):
@@ -35,6 +49,7 @@ def assert_close(ours, theirs, summed=1):
 @pytest.mark.parametrize("added", ["nothing", "branch", "branch and bias"])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_add_norm(rows, columns, kind, added):
+    needs_memory_for(rows, columns)
     x = normal(rows, columns, size=2.0)
     branch = normal(rows, columns) if "branch" in added else None
     branch_bias = normal(columns) if "bias" in added else None
@@ -71,6 +86,7 @@ def test_add_norm(rows, columns, kind, added):
     "gelu", "swiglu", *(on_gpu(name) for name in casts.ACTIVATIONS if name not in ("gelu", "swiglu"))])
 def test_activate(rows, columns, with_bias, activation):
     width = 2 * columns if activation in casts.GATED else columns
+    needs_memory_for(rows, width)
     x = normal(rows, width, size=2.0)
     bias = normal(width) if with_bias else None
     y = unquantized.activate(activation, x, bias)

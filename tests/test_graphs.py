@@ -290,7 +290,8 @@ NO_GRAPHS = "def CudaGraph(function):\n    return function\n"
     *(pytest.param("fast", recipe, marks=gpu) for recipe in ("delayed", "none"))])
 def test_minimal_in_graphs_learns_as_without(engine, recipe, tmp_path):
     """The figures that examples/minimal.py prints, beside the files that are copied for it."""
-    environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": str(ROOT)}  # fast_kernels is there
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # fast_kernels is in the first
+    environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": os.pathsep.join(folders)}
     sizes = "--layers 1 --width 128 --batch 4 --length 64 --steps 20 --lr 1e-2"
     lines = []
     for graphs in ((ROOT / "nanote/graphs.py").read_text(), NO_GRAPHS):
@@ -303,9 +304,14 @@ def test_minimal_in_graphs_learns_as_without(engine, recipe, tmp_path):
         assert done.returncode == 0, done.stderr
         line = re.fullmatch(r"step 20  loss (.*)  norm (.*)  .* tokens/s  validation (.*)\n", done.stdout)
         lines.append([float(figure) for figure in line.groups()])
-    found, expected = lines
-    assert found == pytest.approx(expected, rel=2e-2)
-    assert found[0] < 4, "ln 256 is 5.5"
+    (loss, norm, validation), (expected_loss, expected_norm, expected_validation) = lines
+    assert loss == pytest.approx(expected_loss, rel=1e-2)
+    # fast_kernels' FP8 GEMMs sum in another order in each process: norms of two runs without graphs differ
+    # by 8 %, those of TE by nothing
+    tolerance = 0.15 if (engine, recipe) == ("fast", "delayed") else 1e-2
+    assert norm == pytest.approx(expected_norm, rel=tolerance)
+    assert validation == pytest.approx(expected_validation, rel=1e-2)
+    assert loss < 4, "ln 256 is 5.5"
 
 
 def test_with_tensors_on_the_cpu_the_function_is_called():
