@@ -1,7 +1,7 @@
 """What does FP8 cost? Pairs of runs that begin with the same weights and train on the same batches.
 
     python data.py packages --tokenizer r50k_base
-    python bench/paired.py --arms fp8 --seeds 1 2 3 4       # whole runs, from random weights
+    python bench/paired.py --tokens 45e6 100e6              # FP8, four seeds, whole runs from random weights
     python bench/paired.py --arms fp8 --start 0.75          # the last quarter, from BF16's checkpoint
     python bench/paired.py --arms fp8 --stop 0.25 --end 1   # FP8 in the first quarter, then BF16
     NANOGPT=nanoGPT python bench/paired.py --arms nanogpt   # the folder of a checkout
@@ -49,7 +49,7 @@ import os
 import statistics
 import subprocess
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from time import monotonic as clock  # in seconds
 from typing import Literal
@@ -111,7 +111,7 @@ class Options:
     arms: list[Literal[tuple(ARMS)]] = field(default_factory=lambda: ["fp8"])  # Compared with bf16.
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     size: Literal[tuple(SIZES)] = "124m"
-    tokens: float = 45e6  # Of a whole run.
+    tokens: list[float] = field(default_factory=lambda: [45e6])  # Of a whole run; several: one after another.
     start: float = 0.0  # Where an arm begins, as a fraction of the run.
     stop: float = 1.0  # Where it stops.
     end: float | None = None  # Where the run ends. None: at --stop.
@@ -127,9 +127,14 @@ class Options:
         config = TrainConfig(**SIZES[self.size])
         return config.grad_accum * config.micro_batch_size * config.seq_len
 
+    def lengths(self) -> list["Options"]:
+        """Return these options with one length each, as the functions below take them."""
+        return [replace(self, tokens=[tokens]) for tokens in self.tokens]
+
     @property
     def steps(self) -> int:
-        return math.ceil(self.tokens / self.tokens_per_step)
+        tokens, = self.tokens
+        return math.ceil(tokens / self.tokens_per_step)
 
     @property
     def end_or_stop(self) -> float:
@@ -288,8 +293,13 @@ def load_state(folder: Path, model, optimizer) -> None:
 # ---------------------------------------------------------------- all runs, on all GPUs
 
 def train_seeds(options: Options) -> bool:
-    """Train the runs of all seeds on one device. Return whether they are complete before the deadline."""
+    """Train the runs of all lengths and seeds on one device. Return whether they are complete in time."""
     deadline = clock() + 60 * options.minutes
+    return all(train_length(of_length, deadline) for of_length in options.lengths())
+
+
+def train_length(options: Options, deadline: float) -> bool:
+    """Train the runs of one length until the deadline. Return whether they are complete."""
     for seed in options.seeds:
         for arm in (BASELINE, *options.arms):
             source = None
@@ -495,9 +505,10 @@ def add_runs(options: Options, argv) -> list[dict]:
     if options.json.exists():
         document = json.loads(options.json.read_text())
     new = []
-    for seed in options.seeds:
-        for arm in (BASELINE, *options.arms):
-            new.append(run_record(options, arm, seed))
+    for of_length in options.lengths():
+        for seed in options.seeds:
+            for arm in (BASELINE, *options.arms):
+                new.append(run_record(of_length, arm, seed))
     new_keys = [(run["arm"], pair_of(run)) for run in new]
     kept = [run for run in document["runs"] if (run["arm"], pair_of(run)) not in new_keys]
     command = command_line("bench/paired.py", argv)

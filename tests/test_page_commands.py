@@ -176,8 +176,8 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "takes minutes or hours": [
         "python bench/pairs.py",
         "python bench/compiled.py",
-        "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8",
-        "python bench/paired.py --json mine.json --arms fp8 --seeds 1 2 3 4 5 --tokens 1e8 --start 0.75",
+        "python bench/paired.py --json mine.json --tokens 45e6 100e6 --minutes 10",
+        "python bench/paired.py --json mine.json --tokens 100e6 --start 0.75 --minutes 10",
         "NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --shape c4096",
         "python bench/turns.py OLD NEW --cases fp8:124m-b32 --json turns.json",
         "python benchmark_te.py --compile",

@@ -84,6 +84,14 @@ def run_of(arm, seed, loss, ms=100.0, steps=10):
                      "val_loss": loss + 0.5}
 
 
+def test_one_command_trains_runs_of_several_lengths(study):
+    code, document = study("--arms", "fp8", "--tokens", "2048", "5120")  # of two options the last one counts
+    assert code == 0
+    assert [(run["arm"], len(run["losses"])) for run in document["runs"]] == [
+        ("bf16", 4), ("fp8", 4), ("bf16", 10), ("fp8", 10)]
+    assert [row["tokens"] for row in document["pairs"]] == [2048, 5120]
+
+
 def test_differences_are_paired_by_seed_and_have_an_interval():
     row, = paired.summarize([
         run_of("bf16", 1, 2.0), run_of("bf16", 2, 3.0), run_of("bf16", 3, 7.0),
