@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host a third of Triton's own.
+"""Launches of Triton kernels that cost the host less than Triton's own.
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
 for its type and alignment, and builds a key of strings. `launch` finds it by a key of its own.
@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+MAX_VARIANTS = 4096
 _variants = {}  # {key of `launch`: _Variant}
 
 
@@ -50,6 +51,8 @@ def launch(kernel, grid, *args, **options):
         compiled = kernel[grid](*args, **options)
         if addresses % 16 == 0:  # else Triton sees which tensors are not aligned
             names = kernel.arg_names[len(args):]
+            if len(_variants) == MAX_VARIANTS:  # each length of a batch has its own
+                _variants.clear()
             _variants[key] = _Variant(compiled, names, options)
         return
     stream = driver.active.get_current_stream(device_index)

@@ -357,6 +357,13 @@ def test_cast(rows, columns, fp8_dtype):
         check_cast(x, scale, amax, fp8_dtype)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4, 8, 0])  # elements; a kernel is compiled for each alignment
+def test_a_cast_of_memory_that_is_not_aligned(offset):
+    rows, columns = 64, 128
+    x = normal(1, rows * columns + offset)[0, offset:].view(rows, columns)
+    check_cast(x, *scale_and_amax(), E4M3)
+
+
 @pytest.mark.parametrize("fp8_dtype", TYPES)
 @pytest.mark.parametrize("rows, columns", CAST_SHAPES)
 def test_a_cast_into_memory_that_is_there(rows, columns, fp8_dtype):
