@@ -20,7 +20,7 @@ You get every table of measurements, with its machine, its versions and the comm
 pages say what follows from them. `python bench/measured.py` writes this page from the JSON in `results/`.
 
 - Each command is what was typed then. Where a script, an option or an arm of it is gone, the line above names
-  a commit that has it. A script of `results/` is in `bench/`. Paths are shortened.
+  a commit that has it, `results/X.py` as `bench/X.py`. Paths are shortened.
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
