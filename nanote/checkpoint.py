@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -170,7 +171,8 @@ class Checkpoints:
         unfinished = self.run_dir / f".saving-{folder.name}"
         try:
             parallel.on_rank0(lambda: self._make_folder(unfinished), self.group)
-            parallel.on_each_rank(lambda: write_shard(unfinished, tensors, offsets), self.group)
+            number = parallel.rank() + 1
+            parallel.on_each_rank(lambda: write_shard(unfinished, number, tensors, offsets), self.group)
             parallel.on_rank0(lambda: complete(unfinished, folder, meta), self.group)
             parallel.on_rank0(lambda: self._remove_old(meta), self.group)
             self.failure = None
@@ -207,10 +209,10 @@ def options_of_groups(optimizer) -> list[dict]:
     return groups
 
 
-def write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
-    """Write this rank's file with the name and metadata of PyTorch's distributed checkpoints (DCP). DCP's own
-    writer would copy all tensors twice and hold the GIL."""
-    path = folder / f"shard-{parallel.rank() + 1:05}-model-00001-of-00001.safetensors"
+def write_shard(folder: Path, number: int, tensors: dict, offsets: dict) -> None:
+    """Write a file with the name and metadata of PyTorch's distributed checkpoints (DCP): the one of this
+    number, from 1. DCP's own writer would copy all tensors twice and hold the GIL."""
+    path = folder / f"shard-{number:05}-model-00001-of-00001.safetensors"
     sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     try:
@@ -219,6 +221,36 @@ def write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
         raise OSError(str(error)) from error
     path.chmod(0o644)  # safetensors makes files that only their owner can read
     sync(path)
+
+
+def save_weights(run_dir, weights: Iterable[tuple[str, torch.Tensor]], meta: dict) -> None:
+    """Write a checkpoint of step 0 that has only weights, which are (name, tensor) pairs. Holds one gibibyte
+    of them in memory."""
+    folder = Path(run_dir) / "step-0"
+    unfinished = folder.with_name(f".saving-{folder.name}")
+    unfinished.mkdir(parents=True)
+    tensors = ((f"model.{name}", weight) for name, weight in weights)
+    for i, shard in enumerate(in_shards(tensors, 2**30)):
+        offsets = {name: [0] * tensor.dim() for name, tensor in shard.items()}
+        write_shard(unfinished, i + 1, shard, offsets)
+    meta = meta | {"format": FORMAT, "step": 0, "torch": torch.__version__, "optimizer_groups": []}
+    complete(unfinished, folder, meta)
+
+
+def in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_size: int) -> Iterator[dict]:
+    """Yield (name, tensor) pairs as dictionaries of at most `max_size` bytes, or of one tensor. A dictionary
+    is emptied when the next one is asked for."""
+    shard = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_size:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
 
 
 def complete(unfinished: Path, folder: Path, meta: dict) -> None:
@@ -259,18 +291,28 @@ def load(folder, model, optimizer=None) -> None:
     parallel.on_rank0(lambda: verify(folder))
     meta = read_meta(folder)
     weights = training_state.weights_of(model)
+    reader = TensorReader(folder)
+    check_weights(folder, reader.entries, weights)
+    if optimizer is None:
+        load_weights_only(reader, weights)
+        return
     rng = f"rng{parallel.rank()}."
-    prefixes = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", rng)
-    stored = read_tensors(folder, prefixes, like=weights)
-    check_weights(folder, stored, weights)
-    stored = local_parts(stored)
+    stored = local_parts(read_tensors(folder, ("model.", "optimizer.", "fp8.", rng), like=weights))
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(model, stored)
-        if optimizer is not None:
-            recipes.set_state(model, under_prefix(stored, "fp8."))
-            training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
+        recipes.set_state(model, under_prefix(stored, "fp8."))
+        training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
         if f"{rng}torch" in stored:  # unless there are more ranks now
             training_state.set_rng_state(under_prefix(stored, rng))
+
+
+@torch.no_grad()
+def load_weights_only(reader: "TensorReader", weights: dict) -> None:
+    """Copy the stored weights to those of a model, one at a time: the host never holds a second copy."""
+    for name, weight in weights.items():
+        stored_name = f"model.{name}"
+        stored = reader.read([stored_name], like=weights)[stored_name]
+        parallel.local_part(weight).copy_(parallel.local_part(stored))
 
 
 def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Tensor]:
@@ -279,17 +321,46 @@ def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Ten
     like: {name: parameter} of a model. Of a sharded parameter and its optimizer state, only this rank's part
     is read, as a DTensor.
     """
-    parameters = like or {}
-    tensors = {}
-    with errors_naming(f"{folder}/*.safetensors"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        for name, entry in reader.read_metadata().state_dict_metadata.items():
-            if name.startswith(tuple(prefixes)):
+    reader = TensorReader(folder)
+    names = [name for name in reader.entries if name.startswith(tuple(prefixes))]
+    return reader.read(names, like)
+
+
+class TensorReader:
+    """Read tensors of a checkpoint by name.
+
+    entries: {name: entry}. An entry has `size` and `properties.dtype` of a tensor.
+    """
+
+    def __init__(self, folder):
+        self.path = f"{folder}/*.safetensors"  # in messages
+        with errors_naming(self.path):
+            self.storage = StorageReader(str(folder))
+            self.entries = self.storage.metadata.state_dict_metadata
+
+    def read(self, names, like=None) -> dict[str, torch.Tensor]:
+        """Return {name: tensor}. like: see `read_tensors`. Collective."""
+        parameters = like or {}
+        tensors = {}
+        with errors_naming(self.path), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            for name in names:
                 parameter = parameters.get(training_state.parameter_name(name))
+                entry = self.entries[name]
                 tensors[name] = parallel.empty_on_host(parameter, entry.size, entry.properties.dtype)
-        dcp.load(tensors, storage_reader=reader)
-    return tensors
+            dcp.load(tensors, storage_reader=self.storage)
+        return tensors
+
+
+class StorageReader(dcp.HuggingFaceStorageReader):
+    """Read the headers of all files once, not in every `dcp.load`."""
+
+    def __init__(self, folder: str):
+        super().__init__(folder)
+        self.metadata = super().read_metadata()
+
+    def read_metadata(self):
+        return self.metadata
 
 
 def local_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -297,9 +368,10 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: parallel.local_part(tensor) for name, tensor in tensors.items()}
 
 
-def check_weights(folder: Path, stored: dict, weights: dict) -> None:
-    """Raise ValueError unless a checkpoint's weights have the names and shapes of the model's."""
-    found = {name: tuple(tensor.shape) for name, tensor in under_prefix(stored, "model.").items()}
+def check_weights(folder: Path, entries: dict, weights: dict) -> None:
+    """Raise ValueError unless a checkpoint's weights have the names and shapes of the model's. entries: of
+    a TensorReader."""
+    found = {name: tuple(entry.size) for name, entry in under_prefix(entries, "model.").items()}
     needed = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(needed.keys() | found.keys()):
         if needed.get(name) != found.get(name):

@@ -28,7 +28,7 @@ from model_te_optimized import DelayedScaling
 from nanote import models, recipes
 from nanote.checkpoint import read_meta
 from nanote.config import TrainConfig
-from tools.hf_weights import optimized_name
+from tools.tensor_files import optimized_name
 from trainer_tools import (
     OPTIONS,
     RESTORE,

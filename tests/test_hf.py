@@ -12,7 +12,8 @@ import hf_folders
 from nanote import checkpoint, models, optimizers, own_model
 from nanote.config import TrainConfig, is_model_file
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from tools import export_hf, hf_weights, import_hf
+from tools import export_hf, import_hf
+from tools.tensor_files import RunWeights
 from trainer_tools import losses, randomize, run_train, sign
 
 transformers = pytest.importorskip("transformers")
@@ -63,7 +64,7 @@ def load_run(run):
 
 
 def weights(run):
-    return hf_weights.read_weights(checkpoint.find(run))
+    return RunWeights(checkpoint.find(run))
 
 
 def tensors(folder):

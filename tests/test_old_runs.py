@@ -12,7 +12,7 @@ from nanote import checkpoint, models
 from nanote.config import TrainConfig
 from nanote.optimizers import make_optimizer
 from tools.export_hf import export
-from tools.hf_weights import read_weights
+from tools.tensor_files import RunWeights
 from trainer_tools import metrics, run_script, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -77,5 +77,5 @@ def test_weights_in_fp8_are_exported_as_their_masters():
     export(FP8_PARAM, Path("folder"), "float32")
     from safetensors.torch import load_file
     exported = load_file("folder/model.safetensors")
-    master = read_weights(FP8_PARAM / "step-3", masters=True)["blocks.0.attn.proj.weight"]
+    master = RunWeights(FP8_PARAM / "step-3", masters=True)["blocks.0.attn.proj.weight"]
     assert torch.equal(exported["model.layers.0.self_attn.o_proj.weight"], master)

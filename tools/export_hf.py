@@ -21,6 +21,7 @@ if __name__ == "__main__":
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 import json
+import math
 import shutil
 import signal
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from nanote.logs import read_metrics
 from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
 from tools import hf_weights
-from tools.hf_weights import read_json
+from tools.tensor_files import RunWeights, optimized_name, read_json, write_shards
 
 
 @dataclass
@@ -130,19 +131,18 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> 
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
     tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
-    weights = hf_weights.read_weights(source, masters=dtype == "float32")
-    if dtype != "auto":
-        weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-    theirs = hf_weights.to_hf(weights, config, vocab_size)
+    torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
+    weights = RunWeights(source, masters=dtype == "float32", dtype=torch_dtype)
     with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
-        write_folder(unfinished, theirs, config, vocab_size, tokenizer)
+        write_folder(unfinished, weights, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
         check_logits(unfinished, source, model_name, weights, vocab_size)
     return source
 
 
 @torch.no_grad()
-def check_logits(folder: Path, source: Path, model_name: str | None, weights: dict, vocab_size: int) -> None:
+def check_logits(folder: Path, source: Path, model_name: str | None, weights: RunWeights,
+                 vocab_size: int) -> None:
     """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
 
     In float32 (up to 4 billion parameters, 16 GB) they may differ by 0.1 % of the largest: rounding makes
@@ -151,14 +151,14 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: di
     import transformers  # slow to import
 
     transformers.logging.disable_progress_bar()
-    is_small = sum(weight.numel() for weight in weights.values()) <= 4e9
+    is_small = sum(math.prod(shape) for shape in weights.shapes.values()) <= 4e9
     in_float32 = is_small and recipes.IS_REFERENCE
     dtype = torch.float32 if in_float32 else torch.bfloat16
     tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
     model = trained_model.load_run(source, checkpoint.read_meta(source), model_name, device, dtype)
     for name, parameter in model.named_parameters():
-        parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written
+        parameter.copy_(weights[optimized_name(name)])  # in the type that was written
     random = torch.Generator().manual_seed(0)
     length = min(model.config.n_positions, 1024)
     ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
@@ -176,12 +176,10 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: di
                          "an edited model; share the run with its model file")
 
 
-def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer) -> None:
+def write_folder(folder: Path, weights: RunWeights, config, vocab_size: int, tokenizer) -> None:
     """Write weights, config, generation config and tokenizer."""
-    from huggingface_hub import save_torch_state_dict
-
-    save_torch_state_dict(weights, folder, max_shard_size=4 * 2**30)
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_shards(folder, hf_weights.to_hf(weights, config, vocab_size))
+    dtype = str(weights["wte.weight"].dtype).removeprefix("torch.")
     write_config(folder, config, vocab_size, tokenizer, dtype)
     write_generation_config(folder, vocab_size, tokenizer)
     write_tokenizer(folder, tokenizer, config.n_positions)

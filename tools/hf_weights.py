@@ -6,54 +6,16 @@
   (in, out)); fused weights are split into q, k, v and gate, up, which Llama stores separately.
 - GPT2LMHeadModel always has biases: a model without them gets zeros, which "nanote" in config.json records.
 """
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from nanote import checkpoint
-from nanote.command import error_line
-from nanote.training_state import parameter_name
-
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Parts of names in model_te.py and model_te_custom.py, and in the optimized model; replaced in this order.
-NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "attn.proj.",
-         "layernorm_mlp.": "mlp.", "attn.norm.": "attn.qkv.layer_norm_", "mlp.norm.": "mlp.layer_norm_",
-         "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
-
-
-def read_weights(folder, masters: bool = False) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's weights, or their float32 `masters`, under the names of the optimized model."""
-    weights = {}
-    for name, weight in checkpoint.read_tensors(folder, ("model.",)).items():
-        weights[parameter_name(name)] = weight
-    if masters:
-        stored_names = tuple(f"optimizer.{name}.master_param" for name in weights)
-        for name, master in checkpoint.read_tensors(folder, stored_names).items():
-            weights[parameter_name(name)] = master
-    return {optimized_name(name): weight for name, weight in weights.items()}
-
-
-def optimized_name(name: str) -> str:
-    """Return the optimized model's name for a weight of any model file."""
-    for theirs, ours in NAMES.items():
-        name = name.replace(theirs, ours)
-    if name.startswith("norm."):
-        return "lm_head.layer_norm_" + name.removeprefix("norm.")
-    return name
-
-
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file, {} without one."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error_line(error)}); copy the file again") from error
-
 
 # ---------------------------------------------------------------- configurations
+
 
 def model_type(config) -> str:
     """Return gpt2, llama or qwen3 for an OptimizedConfig. ValueError for a value that no class has."""
@@ -145,6 +107,19 @@ class WeightSpec(NamedTuple):
     parts: list[tuple[str, int]]  # (their name, rows); several: ours is their concatenation along the rows
     columns: int | None = None  # None: a vector
     is_transposed: bool = False  # theirs is stored as (in, out)
+    is_bias: bool = False  # of a linear layer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the optimized model's weight."""
+        rows = sum(rows for _, rows in self.parts)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+    def part_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of a part in a Hugging Face model."""
+        if self.columns is None:
+            return (rows,)
+        return (self.columns, rows) if self.is_transposed else (rows, self.columns)
 
 
 def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
@@ -194,75 +169,111 @@ def module_specs(ours: str, theirs: dict[str, int], columns: int | None, config)
     weights = [(f"{name}weight", rows) for name, rows in theirs.items()]
     yield WeightSpec(f"{ours}weight", weights, columns, is_transposed=is_gpt2 and is_matrix)
     if is_gpt2 or (config.bias and is_matrix):
-        yield WeightSpec(f"{ours}bias", [(f"{name}bias", rows) for name, rows in theirs.items()])
+        biases = [(f"{name}bias", rows) for name, rows in theirs.items()]
+        yield WeightSpec(f"{ours}bias", biases, is_bias=is_matrix)
 
 
-def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return the optimized model's weights under Hugging Face's names, with `vocab_size` rows."""
-    theirs = {}
-    for spec in weight_specs(config, vocab_size):
-        sizes = [rows for _, rows in spec.parts]
-        shape = (sum(sizes),) if spec.columns is None else (sum(sizes), spec.columns)
-        weight = weights.get(spec.name)
-        if weight is None and spec.name.endswith("bias"):
-            weight = torch.zeros(shape, dtype=weights["wte.weight"].dtype)
-        if weight is not None:
-            weight = weight[:sum(sizes)]  # without padding of the vocabulary
-        if weight is None or weight.shape != shape:
-            hf_class = CLASSES[model_type(config)]
-            raise ValueError(f"the run has no {spec.name} of shape {shape}, as {hf_class} has")
-        for (name, _), part in zip(spec.parts, weight.split(sizes)):
-            if spec.is_transposed:
-                part = part.T
-            theirs[name] = part.clone(memory_format=torch.contiguous_format)  # safetensors accepts no views
-    return theirs
+def to_hf(weights, config, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a Hugging Face model with `vocab_size` rows, from the optimized model's
+    weights: RunWeights, which are read one at a time."""
+    specs = list(weight_specs(config, vocab_size))
+    for spec in specs:
+        check_run_weight(weights, spec, config)
+    for spec in specs:
+        yield from parts_of_weight(weights, spec)
 
 
-def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int, folder) -> dict[str, torch.Tensor]:
-    """Return the tensors of a Hugging Face folder under the optimized model's names."""
-    constants = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
-    rest = {name: tensor for name, tensor in with_model_prefix(tensors, config).items()
-            if not name.endswith(constants)}
-    weights = {}
-    for spec in weight_specs(config, vocab_size):
-        parts = [take_part(rest, name, rows, spec, folder) for name, rows in spec.parts]
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        if config.bias or not spec.name.endswith(("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")):
-            weights[spec.name] = weight
+def check_run_weight(weights, spec: WeightSpec, config) -> None:
+    """Raise ValueError unless a run has a weight of this shape, or more rows of an embedding."""
+    shape = spec.shape
+    found = weights.shapes.get(spec.name)
+    if found is None and spec.is_bias:
+        return  # zeros
+    has_enough_rows = found is not None and found[0] >= shape[0]  # more are padding of the vocabulary
+    if not has_enough_rows or found[1:] != shape[1:]:
+        raise ValueError(f"the run has no {spec.name} of shape {shape}, as {CLASSES[model_type(config)]} has")
+
+
+def parts_of_weight(weights, spec: WeightSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors (name, tensor) that a Hugging Face model has in place of a weight of ours."""
+    sizes = [rows for _, rows in spec.parts]
+    if spec.name in weights:
+        weight = weights[spec.name][:sum(sizes)]  # without padding of the vocabulary
+    else:
+        weight = torch.zeros(spec.shape, dtype=weights["wte.weight"].dtype)
+    for (name, _), part in zip(spec.parts, weight.split(sizes)):
+        if spec.is_transposed:
+            part = part.T
+        yield name, part.clone(memory_format=torch.contiguous_format)  # safetensors accepts no views
+
+
+def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of the optimized model from the tensors of a Hugging Face folder: FolderTensors,
+    which are read one at a time. All names, shapes and types are checked first."""
+    specs = list(weight_specs(config, vocab_size))
+    stored_names = names_with_prefix(tensors, config)
+    check_headers(tensors.headers, stored_names, specs, config, folder)
+    for spec in specs:
+        weight = read_weight(tensors, stored_names, spec)
+        if config.bias or not spec.is_bias:
+            yield spec.name, weight
         elif weight.any():
             name, _ = spec.parts[-1]
             raise ValueError(f"{folder}: tensor {name} is not zero, but the entry nanote in config.json says "
                              "bias false; remove that entry")
+    if config.tie_embeddings and "lm_head.weight" in stored_names:
+        check_tied_head(tensors, stored_names, specs[0], folder)
+
+
+def names_with_prefix(tensors, config) -> dict[str, str]:
+    """Return {name in a model with lm_head: name in the folder}. Without lm_head, as in gpt2, a model's names
+    lack a prefix. Constants that old versions of transformers stored are left out."""
+    constants = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    has_prefix = not any(name.startswith(("wte.", "embed_tokens.")) for name in tensors)
+    prefix = "transformer." if model_type(config) == "gpt2" else "model."
+    names = {}
+    for name in tensors:
+        if not name.endswith(constants):
+            is_complete = has_prefix or name == "lm_head.weight"
+            names[name if is_complete else prefix + name] = name
+    return names
+
+
+def check_headers(headers: dict, stored_names: dict, specs: list[WeightSpec], config, folder) -> None:
+    """Raise ValueError unless a folder has the tensors of a model, in their shapes, and no others."""
+    rest = set(stored_names)
+    for spec in specs:
+        for name, rows in spec.parts:
+            rest.discard(name)
+            check_header(headers.get(stored_names.get(name)), name, spec.part_shape(rows), folder)
     if config.tie_embeddings:
-        head = rest.pop("lm_head.weight", weights["wte.weight"])
-        if not torch.equal(head.float(), weights["wte.weight"].float()):
-            raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json says "
-                             "tie_word_embeddings true; set that to false or remove the tensor")
+        rest.discard("lm_head.weight")
     if rest:
         raise ValueError(f"{folder}: tensor {min(rest)}: nanoTE's model has no place for it")
-    return weights
 
 
-def with_model_prefix(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
-    """Return tensors under the names of a model with lm_head. Without one, as in gpt2, they lack a prefix."""
-    if not any(name.startswith(("wte.", "embed_tokens.")) for name in tensors):
-        return tensors
-    prefix = "transformer." if model_type(config) == "gpt2" else "model."
-    return {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def take_part(tensors: dict[str, torch.Tensor], name: str, rows: int, spec: WeightSpec, folder):
-    """Remove a tensor that is a part of a weight of ours, and return it in our layout."""
-    if spec.columns is None:
-        shape = (rows,)
-    else:
-        shape = (spec.columns, rows) if spec.is_transposed else (rows, spec.columns)
-    if name not in tensors:
+def check_header(header, name: str, shape: tuple[int, ...], folder) -> None:
+    """Raise ValueError unless a tensor is there, in this shape and in a type that can be read."""
+    if header is None:
         raise ValueError(f"{folder}: tensor {name} is missing; config.json asks for {shape}")
-    part = tensors.pop(name)
-    if part.shape != shape:
-        raise ValueError(f"{folder}: tensor {name} has shape {tuple(part.shape)}; config.json asks for "
-                         f"{shape}")
-    if part.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{folder}: tensor {name} is {part.dtype}; save the model in bfloat16")
-    return part.T if spec.is_transposed else part
+    if header.shape != shape:
+        raise ValueError(f"{folder}: tensor {name} has shape {header.shape}; config.json asks for {shape}")
+    if header.dtype not in ("F32", "BF16", "F16"):
+        raise ValueError(f"{folder}: tensor {name} is {header.dtype}; save the model in bfloat16")
+
+
+def read_weight(tensors, stored_names: dict, spec: WeightSpec) -> torch.Tensor:
+    """Return a weight of the optimized model, from its parts in a folder."""
+    parts = []
+    for name, _ in spec.parts:
+        part = tensors[stored_names[name]]
+        parts.append(part.T if spec.is_transposed else part)
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+
+
+def check_tied_head(tensors, stored_names: dict, embedding: WeightSpec, folder) -> None:
+    """Raise ValueError unless lm_head.weight, which a tied model need not store, is the embedding."""
+    head = tensors[stored_names["lm_head.weight"]]
+    if not torch.equal(head.float(), read_weight(tensors, stored_names, embedding).float()):
+        raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json says "
+                         "tie_word_embeddings true; set that to false or remove the tensor")

@@ -5,7 +5,8 @@
 
 - Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
-- The run is a checkpoint of step 0. Its float32 master weights are the values of the folder.
+- The run is a checkpoint of step 0 that has only weights. Training makes float32 masters of them.
+- Tensors are read and written one by one: host memory holds about 1 GiB of them.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
   its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
@@ -19,23 +20,23 @@ if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
-import functools
 import shlex
 import signal
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import tyro
 
-from nanote import checkpoint, models, optimizers
-from nanote.command import error_line, parse, run_command
+from nanote import checkpoint, models
+from nanote.command import parse, run_command
 from nanote.config import TrainConfig
 from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
-from tools.hf_weights import read_json
+from tools.tensor_files import FolderTensors, read_json
 
 # {number of tokens: the tokenizer of the kit to compare a folder's tokenizer with}
 BY_SIZE = {257: "byte", 50257: "gpt2", 50281: "p50k_base", 100277: "cl100k_base", 200019: "o200k_base"}
@@ -67,18 +68,12 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
     for name in ("n_kv_head", "head_dim", "n_inner"):  # the model derives those that are None
         setattr(config, name, getattr(model_config, name))
-    model = build_imported(folder, config, model_config, hf.vocab_size)
     meta = {"config": dataclasses.asdict(config), "model": models.portable_name(config.model),
             "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
-    adamw = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        zeros = torch.zeros(parameter.shape)
-        adamw.state[parameter] = {
-            "exp_avg": zeros, "exp_avg_sq": zeros, "master_param": parameter.detach().float()}
+    weights = padded_weights(folder, model_config, hf.vocab_size, rows)
     with new_folder(run, "name another folder", lambda names: check_new(run)) as unfinished:
-        with checkpoint.Checkpoints(unfinished, keep=1) as checkpoints:
-            checkpoints.save(0, model, optimizers.Optimizer(model, adamw), meta)
+        checkpoint.save_weights(unfinished, weights, meta)
     return run / "step-0"
 
 
@@ -123,54 +118,26 @@ def read_model(folder: Path, rows: int):
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
     model_config = models.make_model_config("optimized", options | {"use_fp8": False})
-    return padded_weights(folder, model_config, hf.vocab_size, rows), vars(model_config)
+    return dict(padded_weights(folder, model_config, hf.vocab_size, rows)), vars(model_config)
 
 
-def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
-    """Return the weights of the folder, with embeddings of `rows` rows: new ones are the mean."""
-    weights = hf_weights.from_hf(read_safetensors(folder), model_config, vocab_size, folder)
+def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> Iterator[tuple]:
+    """Yield (name, weight) of a folder, read one at a time, in the widest type there. Embeddings get `rows`
+    rows: new ones are the mean."""
+    tensors = FolderTensors(folder)
+    dtype = widest_dtype(tensors, hf_weights.names_with_prefix(tensors, model_config).values())
     padding = max(0, rows - vocab_size)
-    for name in ("wte.weight", "lm_head.weight"):
-        if name in weights:
-            weight = weights[name]
+    for name, weight in hf_weights.from_hf(tensors, model_config, vocab_size, folder):
+        if name in ("wte.weight", "lm_head.weight") and padding > 0:
             mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
-            weights[name] = torch.cat((weight, mean.expand(padding, -1)))
-    return weights
+            weight = torch.cat((weight, mean.expand(padding, -1)))
+        yield name, weight.to(dtype)
 
 
-def build_imported(folder: Path, config, model_config, vocab_size: int):
-    """Build the optimized model with the weights of the folder, in their widest dtype."""
-    weights = padded_weights(folder, model_config, vocab_size, config.vocab_size)
-    dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
-    # the checkpoint stores the state of the random generator: the same for every import
-    torch.manual_seed(config.seed)
-    model = models.instantiate(config.model, model_config, dtype=dtype)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.copy_(weights[key])
-    return model
-
-
-def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files that transformers reads; float16 as float32, which is exact."""
-    from safetensors.torch import load_file
-
-    if (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        index = read_json(folder / "model.safetensors.index.json")
-        names = sorted(set(index.get("weight_map", {}).values()))
-    if not names:
-        raise ValueError(f"{folder}: no model.safetensors; a pickle (*.bin) is not read, since it can run "
-                         "code: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) converts it")
-    tensors = {}
-    for name in names:
-        try:
-            tensors |= load_file(folder / Path(name).name)
-        except Exception as error:  # whatever safetensors raises for a damaged header
-            raise ValueError(f"{folder / name}: not readable ({error_line(error)}); copy it again") from error
-    return {name: tensor.float() if tensor.dtype == torch.float16 else tensor
-            for name, tensor in tensors.items()}
+def widest_dtype(tensors: FolderTensors, names: Iterable[str]) -> torch.dtype:
+    """Return float32 unless all tensors of these names are BF16."""
+    dtypes = {tensors.headers[name].dtype for name in names}
+    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
 
 
 def main(argv=None) -> None:
