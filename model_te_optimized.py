@@ -183,12 +183,14 @@ class OptimizedConfig:
     use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
     use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
     rope_theta: float = 10000.0
+    rope_scaling: str | None = None  # "8:1:4:8192": FACTOR:LOW:HIGH:CONTEXT of Llama 3.1; None: unscaled
     use_fp8: bool = False
     fp8_margin: int = 0
     head_dim: int | None = None  # None: n_embd / n_head
     n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
+    qkv_bias: bool = False  # biases of q, k and v also without `bias`, as in Qwen2
     tie_embeddings: bool = True  # lm_head and wte share one weight
     attention: str | None = None  # sdpa (PyTorch) | te | flash | auto (the fastest); None: use_pytorch_sdpa
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
@@ -201,6 +203,8 @@ class OptimizedConfig:
             self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
         check_choices(self, activation=["gelu", "swiglu"], attention=["sdpa", "te", "flash", "auto"])
         set_sizes(self)
+        if self.rope_scaling is not None:
+            read_scaling(self.rope_scaling)
 
 
 def norm_options(config):
@@ -209,11 +213,24 @@ def norm_options(config):
     return dict(normalization=normalization, eps=config.layernorm_epsilon)
 
 
-def rope_tables(positions, head_dim, theta):
+def rope_tables(positions, head_dim, theta, scaling=None):
     """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    frequencies = 1 / theta**exponents  # bit for bit as transformers computes them
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, scaling)
     angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def scale_frequencies(frequencies, scaling):
+    """Divide RoPE's low frequencies by a factor, as Llama 3.1 does to read more tokens than the `context` of
+    its first training: those with at most `low` periods in that context. Those with `high` periods or more
+    stay, and what lies between is interpolated."""
+    factor, low, high, context = read_scaling(scaling)
+    wavelengths = 2 * math.pi / frequencies
+    kept = ((context / wavelengths - low) / (high - low)).clamp(0, 1)  # the share that is not divided
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def apply_rope(x, cos, sin):
@@ -232,8 +249,9 @@ class Attention(nn.Module):
         self.kernel = attention_kernel(config)
         q_size = config.n_head * config.head_dim
         kv_size = config.n_kv_head * config.head_dim
+        has_qkv_bias = config.bias or config.qkv_bias
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            config.n_embd, q_size + 2 * kv_size, bias=has_qkv_bias, init_method=normal_init,
             **norm_options(config))
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -381,7 +399,7 @@ class OptimizedGPT2Model(FP8Model):
         x = self.wte(input_ids)  # (B, S, n_embd)
         rope = None
         if config.use_rotary:
-            rope = rope_tables(positions, config.head_dim, config.rope_theta)
+            rope = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         else:
             x = x + self.wpe(positions)
         x = self.dropout(x)
@@ -444,6 +462,16 @@ def check_choices(config, **choices):
         value = getattr(config, field)
         if value not in values:
             raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be one of {values}")
+
+
+def read_scaling(text):
+    """Return the four numbers of `rope_scaling`. Raise ValueError for another text."""
+    try:
+        factor, low, high, context = map(float, text.split(":"))
+    except ValueError:
+        raise ValueError(f"rope_scaling={text!r}: must be FACTOR:LOW:HIGH:CONTEXT; 8:1:4:8192 works, of "
+                         "Llama 3.1") from None
+    return factor, low, high, context
 
 
 def set_sizes(config):

@@ -21,7 +21,8 @@ ONE_STEP = "--max-steps 1 --eval-interval 0 --checkpoint-interval 0"  # if it tr
 OTHER_MODELS = ("advanced", "fused", "custom", "te")  # which lack some options that `optimized` has
 # Values that turn on an option that is neither a switch nor a number of steps.
 EXAMPLES = dict(
-    n_kv_head=2, head_dim=32, rope_theta=5e5, activation="swiglu", attention="sdpa", attn_dropout=0.1)
+    n_kv_head=2, head_dim=32, rope_theta=5e5, rope_scaling="8:1:4:8192", activation="swiglu",
+    attention="sdpa", attn_dropout=0.1)
 
 
 def shell_command(arguments: list[str], environment: dict, ranks=1) -> str:

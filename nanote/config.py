@@ -65,8 +65,10 @@ class TrainConfig:
     use_rmsnorm: bool = False  # RMSNorm instead of LayerNorm.
     use_rotary: bool = False  # Rotary position embedding instead of learned positions.
     rope_theta: float = 10000.0  # Base of the rotary frequencies.
+    rope_scaling: str | None = None  # 8:1:4:8192 of Llama 3.1: FACTOR:LOW:HIGH:CONTEXT; None: unscaled.
     use_qk_norm: bool = False  # Normalize the queries and keys of each head.
     bias: bool = True  # Biases in linear layers.
+    qkv_bias: bool = False  # Biases of queries, keys and values also with --no-bias, as in Qwen2.
     tie_embeddings: bool = True  # Share one weight between the token embedding and lm_head.
     layernorm_epsilon: float = 1e-5  # Epsilon of every norm.
     dropout: float = 0.0  # Dropout of embeddings and residual branches.
@@ -246,7 +248,9 @@ WITHOUT_EFFECT = (  # (options, the option that disables them, the condition und
      lambda config: config.fp8_recipe.startswith(("none", "nvfp4", "custom:"))),
     (["fp8_lm_head", "fp8_skip_first", "fp8_skip_last"], "fp8_recipe",
      lambda config: config.fp8_recipe == "none"),
-    (["rope_theta"], "use_rotary", lambda config: not config.use_rotary and not is_model_file(config.model)),
+    (["rope_theta", "rope_scaling"], "use_rotary",
+     lambda config: not config.use_rotary and not is_model_file(config.model)),
+    (["qkv_bias"], "bias", lambda config: config.bias and not is_model_file(config.model)),
     (["param_remainders"], "dtype", lambda config: config.dtype == "float32"),
     (["eval_tokens"], "eval_interval", lambda config: config.eval_interval == 0 and not config.eval_only),
     (["keep_checkpoints"], "checkpoint_interval", lambda config: config.checkpoint_interval == 0),

@@ -25,9 +25,9 @@ MODELS = {  # --model: (module, model class, config class)
 FAST = ("model_te_fast", "FastGPT2Model", "FastConfig")  # the network of optimized, for a Hopper GPU
 # Options that are fields of a model's config. The config of a model file may lack some.
 MODEL_OPTIONS = """
-    n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta use_qk_norm
-    bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
-    fp8_lm_head fp8_skip_first fp8_skip_last""".split()
+    n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta rope_scaling
+    use_qk_norm bias qkv_bias tie_embeddings layernorm_epsilon dropout attn_dropout attention
+    gradient_checkpointing fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 INSTEAD = {  # what the kit's files that lack an option of a preset have
     "n_kv_head": "as many key and value heads as heads", "head_dim": "head_dim = n_embd / n_head",
     "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}

@@ -31,8 +31,8 @@ GONE = dict(  # options of earlier versions, with their defaults; another value 
     fp8_param=False, offload_activations=0)
 # Options that decide which tensors are in a checkpoint: on --resume they must be the checkpoint's own.
 MUST_MATCH = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
-    activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon
-    optimizer""".split()
+    activation use_rmsnorm use_rotary rope_theta rope_scaling use_qk_norm bias qkv_bias tie_embeddings
+    layernorm_epsilon optimizer""".split()
 
 
 def read_config(argv=None, restarted: str | None = None) -> TrainConfig:

@@ -119,7 +119,7 @@ def print_differences(source: str, config, theirs: dict) -> None:
     if parallel.rank() != 0:
         return
     for name in ("n_head", "n_kv_head", "head_dim", "activation", "use_rmsnorm", "use_qk_norm", "use_rotary",
-                 "rope_theta", "layernorm_epsilon"):
+                 "rope_theta", "rope_scaling", "layernorm_epsilon"):
         if hasattr(config, name) and name in theirs and getattr(config, name) != theirs[name]:
             print(f"--init-from {source}: {name} is {theirs[name]} there and {getattr(config, name)} in the "
                   "model")

@@ -272,7 +272,7 @@ def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_p
 
 
 @pytest.mark.parametrize("kind, fields, words", [
-    ("gpt2", {"model_type": "opt"}, "model_type 'opt': nanoTE reads gpt2, llama, qwen3"),
+    ("gpt2", {"model_type": "opt"}, "model_type 'opt': nanoTE reads gpt2, llama, mistral, qwen2, qwen3"),
     ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
     ("gpt2", {"nanote": {"bias": False, "tokenizer": "byte"}}, "is not zero"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),

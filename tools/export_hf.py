@@ -2,8 +2,9 @@
 
     AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
 
-- The class is GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, with the logits of the model file: an
-  edit such as a cap on the logits is refused, and your own model (--model) exports where they agree.
+- The class is GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, with the logits of the
+  model file: an edit such as a cap on the logits is refused, and your own model (--model) exports where they
+  agree.
 - The embedding keeps its padding rows (50,257 → 50,304), unless the run began as an import.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
   the files are copied, with the chat template, and the generation config but for the ids that end a text.
@@ -193,8 +194,11 @@ def write_config(folder: Path, config, vocab_size: int, tokenizer, dtype: str) -
     hf_config = hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
                                      eos_token_id=tokenizer.eot, **special_ids(tokenizer))
     hf_config.save_pretrained(folder)
-    if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
-        add_fields(folder / "config.json", rope_theta=config.rope_theta)
+    if config.use_rotary:  # transformers before 5 reads these fields, and takes 10000 and None without them
+        rope = hf_weights.rope_parameters(config)
+        rope_theta = rope.pop("rope_theta")
+        rope_scaling = None if config.rope_scaling is None else rope
+        add_fields(folder / "config.json", rope_theta=rope_theta, rope_scaling=rope_scaling)
 
 
 def special_ids(tokenizer) -> dict:

@@ -1,7 +1,8 @@
 """Names of weights and config fields in nanoTE and in Hugging Face models, for export_hf.py and import_hf.py.
 
-- The architecture selects the class: learned positions are GPT2LMHeadModel, RoPE is LlamaForCausalLM, RoPE
-  with QK-norm is Qwen3ForCausalLM. A model that none of them can express is refused, naming the field.
+- The architecture selects the class: learned positions are GPT2LMHeadModel, RoPE is LlamaForCausalLM, with
+  biases of q, k and v Qwen2ForCausalLM, with QK-norm Qwen3ForCausalLM. A model that none of them can express
+  is refused, naming the field.
 - Nothing is computed, so nothing is rounded. Weights are renamed; GPT-2 weights are transposed (Conv1D stores
   (in, out)); fused weights are split into q, k, v and gate, up, which Llama stores separately.
 - GPT2LMHeadModel always has biases: a model without them gets zeros, which "nanote" in config.json records.
@@ -12,22 +13,33 @@ from typing import NamedTuple
 
 import torch
 
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+from model_te_optimized import read_scaling
+
+# {model_type of a config.json that is read: its class}. A Mistral is written as a Llama, the same network.
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# fields of transformers' rope_parameters, in the order of our rope_scaling
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # ---------------------------------------------------------------- configurations
 
 
 def model_type(config) -> str:
-    """Return gpt2, llama or qwen3 for an OptimizedConfig. ValueError for a value that no class has."""
-    if config.use_rotary:
-        kind = "qwen3" if config.use_qk_norm else "llama"
-        wanted = {"use_rmsnorm": True, "activation": "swiglu"}
-        if kind == "qwen3":
-            wanted["bias"] = False  # its MLP has none
-    else:
+    """Return gpt2, llama, qwen2 or qwen3 for an OptimizedConfig. ValueError for a value that no class has."""
+    if not config.use_rotary:
         kind = "gpt2"
         wanted = {"use_rmsnorm": False, "use_qk_norm": False, "activation": "gelu",
                   "n_kv_head": config.n_head, "head_dim": config.n_embd / config.n_head}
+        if not config.bias:
+            wanted["qkv_bias"] = False
+    else:
+        kind = "llama"
+        wanted = {"use_rmsnorm": True, "activation": "swiglu"}
+        if config.use_qk_norm:
+            kind = "qwen3"
+            wanted |= {"bias": False, "qkv_bias": False}
+        elif config.qkv_bias and not config.bias:
+            kind = "qwen2"
     for field, value in wanted.items():
         if getattr(config, field) != value:
             raise ValueError(f"{field} {getattr(config, field)}: {CLASSES[kind]}, the class for use_rotary "
@@ -48,54 +60,104 @@ def hf_config(config, vocab_size: int, **others):
             n_head=config.n_head, n_inner=config.n_inner, activation_function="gelu_new",
             layer_norm_epsilon=config.layernorm_epsilon, resid_pdrop=config.dropout,
             embd_pdrop=config.dropout, attn_pdrop=config.attn_dropout, **others)
+    config_class = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config,
+                    "qwen3": transformers.Qwen3Config}[kind]
+    if kind != "qwen2":  # whose class has biases of q, k and v, and no field for them
+        others["attention_bias"] = config.bias
     if kind == "llama":
         others["mlp_bias"] = config.bias
-    config_class = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
     return config_class(
         max_position_embeddings=config.n_positions, hidden_size=config.n_embd, hidden_act="silu",
         num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, head_dim=config.head_dim,
         num_key_value_heads=config.n_kv_head, intermediate_size=config.n_inner,
-        rms_norm_eps=config.layernorm_epsilon, rope_theta=config.rope_theta,
-        attention_dropout=config.attn_dropout, attention_bias=config.bias, **others)
+        rms_norm_eps=config.layernorm_epsilon, attention_dropout=config.attn_dropout,
+        rope_parameters=rope_parameters(config), **others)
+
+
+def rope_parameters(config) -> dict:
+    """Return transformers' field rope_parameters of an OptimizedConfig."""
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    numbers = dict(zip(LLAMA3_ROPE, read_scaling(config.rope_scaling)))
+    numbers["original_max_position_embeddings"] = int(numbers["original_max_position_embeddings"])
+    return {"rope_type": "llama3", "rope_theta": config.rope_theta} | numbers
 
 
 def from_hf_config(hf, path: Path) -> dict:
     """Return the architecture, as fields of TrainConfig, of a transformers config read from `path`."""
-    def require(name, *values):
-        value = getattr(hf, name, values[0])
-        if value not in values:
-            raise ValueError(f"{path}: {name} {value!r}: nanoTE's model has {' or '.join(map(repr, values))}")
-
-    require("quantization_config", None)
+    check_quantization(hf, path)
     options = dict(
         n_positions=hf.max_position_embeddings, n_embd=hf.hidden_size, n_layer=hf.num_hidden_layers,
         n_head=hf.num_attention_heads, tie_embeddings=bool(hf.tie_word_embeddings))
     if hf.model_type == "gpt2":
-        require("activation_function", "gelu_new", "gelu_pytorch_tanh")
-        require("scale_attn_weights", True)
-        require("scale_attn_by_inverse_layer_idx", False)
-        require("add_cross_attention", False)
+        require(hf, path, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+        require(hf, path, "scale_attn_weights", True)
+        require(hf, path, "scale_attn_by_inverse_layer_idx", False)
+        require(hf, path, "add_cross_attention", False)
         return options | dict(
             n_inner=hf.n_inner or 4 * hf.n_embd, layernorm_epsilon=hf.layer_norm_epsilon, activation="gelu",
             bias=getattr(hf, "nanote", {}).get("bias", True))
-    require("hidden_act", "silu", "swish")
-    require("use_sliding_window", False)
-    if hf.model_type == "qwen3":
-        require("attention_bias", False)
-    elif hf.attention_bias != hf.mlp_bias:
-        raise ValueError(f"{path}: attention_bias {hf.attention_bias}, mlp_bias {hf.mlp_bias}: nanoTE's "
-                         "model has one field for both")
-    rope = hf.rope_parameters or {}
-    for name, value in {"rope_type": "default", "partial_rotary_factor": 1}.items():
-        if rope.get(name, value) != value:
-            raise ValueError(f"{path}: {name} {rope[name]!r} (Llama 3.1 has 'llama3'): nanoTE's model has "
-                             f"plain RoPE, {name} {value!r}")
-    return options | dict(
+    require(hf, path, "hidden_act", "silu", "swish")
+    check_biases(hf, path)
+    check_window(hf, path)
+    return options | rope_options(hf, path) | dict(
         n_kv_head=hf.num_key_value_heads or hf.num_attention_heads, n_inner=hf.intermediate_size,
         use_rotary=True, head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         use_rmsnorm=True, layernorm_epsilon=hf.rms_norm_eps, activation="swiglu",
-        rope_theta=float(rope.get("rope_theta", 10000.0)), use_qk_norm=hf.model_type == "qwen3",
-        bias=bool(hf.attention_bias))
+        use_qk_norm=hf.model_type == "qwen3", bias=bool(getattr(hf, "attention_bias", False)),
+        qkv_bias=hf.model_type == "qwen2")
+
+
+def require(hf, path: Path, name: str, *values) -> None:
+    """Raise ValueError unless a field of a transformers config, if it is there, has one of these values."""
+    value = getattr(hf, name, values[0])
+    if value not in values:
+        raise ValueError(f"{path}: {name} {value!r}: nanoTE's model has {' or '.join(map(repr, values))}")
+
+
+def check_quantization(hf, path: Path) -> None:
+    """Raise ValueError for weights that are quantized."""
+    quantization = getattr(hf, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(f"{path}: quantization_config, quant_method {method!r}: nanoTE reads weights in "
+                         "float32, float16 and bfloat16")
+
+
+def check_biases(hf, path: Path) -> None:
+    """Raise ValueError for biases in some linear layers only, but for q, k and v of Qwen2."""
+    if hf.model_type == "llama" and hf.attention_bias != hf.mlp_bias:
+        raise ValueError(f"{path}: attention_bias {hf.attention_bias}, mlp_bias {hf.mlp_bias}: nanoTE's "
+                         "model has one field for both")
+    if hf.model_type != "llama":
+        require(hf, path, "attention_bias", False)
+        require(hf, path, "mlp_bias", False)
+
+
+def check_window(hf, path: Path) -> None:
+    """Raise ValueError if attention has a window that is shorter than the longest sequence."""
+    require(hf, path, "use_sliding_window", False)
+    for kind in getattr(hf, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise ValueError(f"{path}: layer_types {kind!r}: nanoTE's model has 'full_attention'")
+    window = getattr(hf, "sliding_window", None)
+    if window is not None and window < hf.max_position_embeddings:
+        raise ValueError(f"{path}: sliding_window {window}: shorter than max_position_embeddings "
+                         f"{hf.max_position_embeddings}; with {window} there the model is read, for "
+                         "sequences of that length")
+
+
+def rope_options(hf, path: Path) -> dict:
+    """Return rope_theta and rope_scaling of a transformers config. ValueError for RoPE of another type."""
+    rope = hf.rope_parameters or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{path}: rope_type {kind!r}: nanoTE's model has 'default' or 'llama3'")
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']}: nanoTE's model "
+                         "rotates whole heads, 1")
+    scaling = ":".join(str(rope[name]) for name in LLAMA3_ROPE) if kind == "llama3" else None
+    return dict(rope_theta=float(rope.get("rope_theta", 10000.0)), rope_scaling=scaling)
 
 
 # ---------------------------------------------------------------- weights
@@ -142,7 +204,7 @@ def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
 
 
 def block_modules(config) -> list[tuple]:
-    """Return the modules of a block: our name, GPT-2's with its rows, those of Llama and Qwen3 with their
+    """Return the modules of a block: our name, GPT-2's with its rows, those of Llama and Qwen with their
     rows, and the columns of a matrix."""
     C = config.n_embd
     inner = config.n_inner
@@ -168,7 +230,8 @@ def module_specs(ours: str, theirs: dict[str, int], columns: int | None, config)
     is_matrix = columns is not None
     weights = [(f"{name}weight", rows) for name, rows in theirs.items()]
     yield WeightSpec(f"{ours}weight", weights, columns, is_transposed=is_gpt2 and is_matrix)
-    if is_gpt2 or (config.bias and is_matrix):
+    has_bias = config.bias or (config.qkv_bias and ours.endswith(".qkv."))
+    if is_gpt2 or (has_bias and is_matrix):
         biases = [(f"{name}bias", rows) for name, rows in theirs.items()]
         yield WeightSpec(f"{ours}bias", biases, is_bias=is_matrix)
 
@@ -215,7 +278,7 @@ def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, tor
     check_headers(tensors.headers, stored_names, specs, config, folder)
     for spec in specs:
         weight = read_weight(tensors, stored_names, spec)
-        if config.bias or not spec.is_bias:
+        if config.bias or config.qkv_bias or not spec.is_bias:
             yield spec.name, weight
         elif weight.any():
             name, _ = spec.parts[-1]

@@ -1,4 +1,4 @@
-"""Import a Hugging Face GPT-2, Llama or Qwen3 folder as a run: python tools/import_hf.py DIR out/<run>
+"""Import a folder of GPT-2, Llama, Mistral, Qwen2 or Qwen3 as a run: python tools/import_hf.py DIR out/<run>
 
     python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed  # continue training, in FP8
     python sample.py out/<run> --prompt "Once upon a time"
