@@ -40,6 +40,7 @@ VARIANTS = {
     "GPT-2": dict(n_layer=2),
     "modern": QWEN3,
     "swiglu with biases": dict(activation="swiglu", n_inner=48),
+    "Qwen2 with scaled RoPE": QWEN3 | dict(use_qk_norm=False, qkv_bias=True, rope_scaling="8:1:4:8"),
     "E4M3": dict(fp8_format="E4M3"),
     "untied": dict(tie_embeddings=False, use_rmsnorm=True),
     "parts in BF16": dict(n_layer=2, fp8_skip_first=1, fp8_lm_head=False),

@@ -262,6 +262,8 @@ def test_a_model_with_other_logits_is_refused(name, words, in_tmp_path, refused)
     (dict(n_kv_head=2), "run folder", "n_kv_head 2"),
     (dict(use_rotary=True), "run folder", "use_rmsnorm False"),
     (LLAMA | dict(use_qk_norm=True, bias=True), "run folder", "bias True: Qwen3ForCausalLM"),
+    (LLAMA | dict(use_qk_norm=True, qkv_bias=True), "run folder", "qkv_bias True: Qwen3ForCausalLM"),
+    (dict(bias=False, qkv_bias=True), "run folder", "qkv_bias True: GPT2LMHeadModel"),
     ({}, "run folder --model best", "--model best: unknown"),
     ({}, "run folder --model te", "--model te: run/step-7 has optimized; leave it out"),
     ({}, "run taken", "taken: exists"), ({}, "nothing folder", "nothing: holds no checkpoint")], ids=str)
