@@ -76,6 +76,7 @@ CHECKPOINTING = dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1)
     # What FP8 adds is te_reference's part, the same for every model: the others are traced without it, or by
     # bench/pairs.py.
     ("optimized", "delayed", CHECKPOINTING), ("optimized", "current", {}), ("optimized", "block", {}),
+    ("optimized", "none", dict(use_rotary=True, rope_scaling="8:1:4:8", bias=False, qkv_bias=True)),
     ("te", "delayed", {}), ("fused", "none", {}), ("advanced", "none", {}), ("custom", "none", {})])
 def test_the_first_pass_of_a_compiled_model(name, recipe, options):
     # with aot_eager also the bits of the compiled backward pass; eager is twice as fast

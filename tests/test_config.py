@@ -84,6 +84,7 @@ def test_config_files_lie_between_preset_and_command_line(name, text):
 @pytest.mark.parametrize("line, name, value", [
     ("profile: 10:12", "profile", "10:12"),
     ("profile: 1:30", "profile", "1:30"),
+    ("rope_scaling: 8:1:4:8192", "rope_scaling", "8:1:4:8192"),
     ("wandb: 007", "wandb", "007"),
     ("wandb: 1.10", "wandb", "1.10"),
     ("wandb: 0x1f", "wandb", "0x1f"),
@@ -181,6 +182,7 @@ def test_resume_keeps_the_options_of_the_run(finished):
 @pytest.mark.parametrize("given, words", [
     ("--n-layer 3", "--n-layer 3: RUN/step-4 has 1"), ("--optimizer muon", "RUN/step-4 has adamw"),
     ("--no-bias --use-qk-norm", "--use-qk-norm True: RUN/step-4 has False"),
+    ("--rope-scaling 8:1:4:64", "--rope-scaling 8:1:4:64: RUN/step-4 has None"),
     ("--preset gpt2-124m", "--preset gpt2-124m: RUN/step-4 has tiny"),
     ("--max-steps 3", "--max-steps 3: RUN/step-4 has done 4 steps; pass 8"),
     ("--out-dir RUN/step-2", "RUN has later checkpoints than step-2")])

@@ -165,7 +165,9 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
     names_of_files = []  # the names of the tensors in each file
     total_size = 0
     for shard in checkpoint.in_shards(tensors, MAX_SHARD_SIZE):
-        save_file(shard, folder / f"{len(names_of_files)}.unnamed", {"format": "pt"})
+        path = folder / f"{len(names_of_files)}.unnamed"
+        save_file(shard, path, {"format": "pt"})
+        path.chmod(0o644)  # safetensors makes files that only their owner can read
         names_of_files.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
     count = len(names_of_files)
