@@ -1,4 +1,5 @@
-"""Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
+"""Tokenizers that can encode any bytes: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging
+Face model."""
 import hashlib
 import json
 import os
@@ -56,8 +57,11 @@ class Tokenizer:
 
 
 class HfTokenizer(Tokenizer):
-    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's. Its
-    name is hf:DIR@CHECKSUM, of that file and the end-of-text id. Special tokens in a text are plain text."""
+    """The BPE in the tokenizer.json of a Hugging Face folder: a byte-level one, such as Llama 3's or Qwen3's,
+    or SentencePiece with a token for each byte, such as Llama 2's, which puts a space before a text.
+
+    Its name is hf:DIR@CHECKSUM, of that file and the end-of-text id. Special tokens in a text are plain text.
+    """
 
     def __init__(self, folder):
         import tokenizers
@@ -71,8 +75,10 @@ class HfTokenizer(Tokenizer):
             names = self._read("tokenizer_config.json")
             self._set_end_of_text(names)
             self._set_start(names)
-            if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
-                raise ValueError("not a byte-level tokenizer, as those of Llama 3 and Qwen3 are")
+            self.is_byte_level = isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel)
+            if not self.is_byte_level and not json.loads(raw)["model"].get("byte_fallback"):
+                raise ValueError("neither byte-level, as those of Llama 3 and Qwen3, nor SentencePiece with "
+                                 "byte_fallback, as that of Llama 2")
         except Exception as error:  # tokenizers raises no other type
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name the "
                              "folder that has it with --tokenizer hf:DIR") from error
@@ -136,6 +142,9 @@ class HfTokenizer(Tokenizer):
             raise KeyError(token)
         if token in self.added:
             return text.encode()
+        if not self.is_byte_level:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", text)
+            return bytes.fromhex(byte[1]) if byte else text.replace("▁", " ").encode()
         return bytes(self.byte_of[character] for character in text)
 
 

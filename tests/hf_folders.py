@@ -33,6 +33,27 @@ def make_tokenizer(folder, text="the cat sat on the mat, the dog too. ", templat
     return bpe
 
 
+def make_sentencepiece(folder, text="the cat sat on the mat, the dog too. "):
+    """Write the tokenizer.json of a BPE as Llama 2's: spaces are ▁, one before the text, rare characters are
+    tokens of bytes, and a text begins with <s>."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+
+    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>"]
+    bytes_as_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    bpe.train_from_iterator([text] * 9, trainers.BpeTrainer(
+        vocab_size=288, special_tokens=special + bytes_as_tokens, show_progress=False))
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                     decoders.Strip(" ", 1, 0)])
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    content = json.loads(bpe.to_str())
+    content["added_tokens"] = content["added_tokens"][:len(special)]
+    Path(folder, "tokenizer.json").write_text(json.dumps(content))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(fields))
+
+
 def edit_json(path, **fields):
     """Replace fields of a JSON file."""
     Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | fields))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_folders import edit_json
+from hf_folders import edit_json, make_sentencepiece
 from nanote import checkpoint, generate, trained_model
 from nanote.tokenizers import get_tokenizer
 from tools import export_hf, import_hf
@@ -106,9 +106,32 @@ def test_a_family_has_the_logits_of_transformers(family, seed, tmp_path):
     check_family(family, seed, tmp_path)
 
 
+def test_logits_at_large_positions(tmp_path):
+    """Where the last bit of a frequency of RoPE shows."""
+    rope = LLAMA3 | dict(factor=8.0, original_max_position_embeddings=256)
+    theirs = make_folder(tmp_path / "theirs", "Llama 3.1", num_hidden_layers=2,
+                         rope_parameters=rope, max_position_embeddings=1024)
+    assert_same_logits(import_model(tmp_path / "theirs", tmp_path / "run"), theirs)
+
+
 def test_a_window_as_long_as_the_longest_sequence_changes_nothing(tmp_path):
     theirs = make_folder(tmp_path / "theirs", "Mistral", sliding_window=64, max_position_embeddings=64)
     assert_same_logits(import_model(tmp_path / "theirs", tmp_path / "run"), theirs)
+
+
+def test_the_tokenizer_of_llama_2_gives_the_ids_of_transformers(tmp_path):
+    """Also after an export, which copies it. A text begins with <s>, and decoded with the space before it."""
+    make_folder(tmp_path / "theirs", "Llama 2", vocab_size=288)
+    make_sentencepiece(tmp_path / "theirs")
+    folder = import_hf.import_folder(tmp_path / "theirs", tmp_path / "run")
+    ours = get_tokenizer(checkpoint.read_meta(folder)["tokenizer"])
+    export_hf.export(tmp_path / "run", tmp_path / "back")
+    for text in ("the cat sat", " two  spaces\n\n", "naïve 東京 🤖\t</s>", "<0x41>"):
+        for place in ("theirs", "back"):
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / place, split_special_tokens=True)
+            assert [ours.start, *ours.encode(text)] == theirs(text).input_ids
+        assert ours.decode([ours.start, *ours.encode(text), ours.eot]) == " " + text
+    assert ours.start == 1 and ours.eot == 2
 
 
 # ---------------------------------------------------------------- refused: one line, nothing written

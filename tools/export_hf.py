@@ -50,7 +50,7 @@ class ExportConfig:
     model: str | None = None  # None: the run's; path/to/file.py:Class if it is your own (no code is stored).
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "chat_template.jinja", "chat_template.json")
 NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of generation_config.json
 
