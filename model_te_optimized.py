@@ -7,7 +7,7 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 - FP8 is a region, not a dtype. Parameters stay in BF16 (or float32). Inside `te.autocast`, TE quantizes both
   operands of every GEMM. Attention, norms, residuals and the loss stay in high precision.
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
-  tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
+  tie_embeddings=False, n_kv_head=…`. Llama 3.1 adds `rope_scaling`, Qwen2 `qkv_bias`, Qwen3 `use_qk_norm`.
 
 The file has six parts: engine, FP8 of any model, architecture, sizes, attention kernels, FP8 state.
 Begin with the architecture; it uses `te`, the engine's module, and `FP8Model`, which turns FP8 on.

@@ -194,11 +194,10 @@ def write_config(folder: Path, config, vocab_size: int, tokenizer, dtype: str) -
     hf_config = hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
                                      eos_token_id=tokenizer.eot, **special_ids(tokenizer))
     hf_config.save_pretrained(folder)
-    if config.use_rotary:  # transformers before 5 reads these fields, and takes 10000 and None without them
-        rope = hf_weights.rope_parameters(config)
-        rope_theta = rope.pop("rope_theta")
-        rope_scaling = None if config.rope_scaling is None else rope
-        add_fields(folder / "config.json", rope_theta=rope_theta, rope_scaling=rope_scaling)
+    if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
+        add_fields(folder / "config.json", rope_theta=config.rope_theta)
+    if config.rope_scaling is not None:  # likewise
+        add_fields(folder / "config.json", rope_scaling=hf_weights.rope_parameters(config))
 
 
 def special_ids(tokenizer) -> dict:
