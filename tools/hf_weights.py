@@ -85,7 +85,6 @@ def rope_parameters(config) -> dict:
 
 def from_hf_config(hf, path: Path) -> dict:
     """Return the architecture, as fields of TrainConfig, of a transformers config read from `path`."""
-    check_quantization(hf, path)
     options = dict(
         n_positions=hf.max_position_embeddings, n_embd=hf.hidden_size, n_layer=hf.num_hidden_layers,
         n_head=hf.num_attention_heads, tie_embeddings=bool(hf.tie_word_embeddings))
@@ -113,15 +112,6 @@ def require(hf, path: Path, name: str, *values) -> None:
     value = getattr(hf, name, values[0])
     if value not in values:
         raise ValueError(f"{path}: {name} {value!r}: nanoTE's model has {' or '.join(map(repr, values))}")
-
-
-def check_quantization(hf, path: Path) -> None:
-    """Raise ValueError for weights that are quantized."""
-    quantization = getattr(hf, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"{path}: quantization_config, quant_method {method!r}: nanoTE reads weights in "
-                         "float32, float16 and bfloat16")
 
 
 def check_biases(hf, path: Path) -> None:

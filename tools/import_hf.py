@@ -7,6 +7,7 @@
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0 that has only weights. Training makes float32 masters of them.
 - Tensors are read and written one by one: host memory holds about 1 GiB of them.
+- A folder in FP8 is dequantized exactly, if tools/fp8_folders.py names its layout.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
   its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
@@ -34,9 +35,9 @@ from nanote.command import parse, run_command
 from nanote.config import TrainConfig
 from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import get_tokenizer
-from tools import hf_weights
+from tools import fp8_folders, hf_weights
 from tools.export_hf import token_strings
-from tools.tensor_files import FolderTensors, read_json
+from tools.tensor_files import read_json
 
 # {number of tokens: the tokenizer of the kit to compare a folder's tokenizer with}
 BY_SIZE = {257: "byte", 50257: "gpt2", 50281: "p50k_base", 100277: "cl100k_base", 200019: "o200k_base"}
@@ -124,7 +125,7 @@ def read_model(folder: Path, rows: int):
 def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> Iterator[tuple]:
     """Yield (name, weight) of a folder, read one at a time, in the widest type there. Embeddings get `rows`
     rows: new ones are the mean."""
-    tensors = FolderTensors(folder)
+    tensors = fp8_folders.open_folder(folder)
     dtype = widest_dtype(tensors, hf_weights.names_with_prefix(tensors, model_config).values())
     padding = max(0, rows - vocab_size)
     for name, weight in hf_weights.from_hf(tensors, model_config, vocab_size, folder):
@@ -134,7 +135,7 @@ def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> It
         yield name, weight.to(dtype)
 
 
-def widest_dtype(tensors: FolderTensors, names: Iterable[str]) -> torch.dtype:
+def widest_dtype(tensors, names: Iterable[str]) -> torch.dtype:
     """Return float32 unless all tensors of these names are BF16."""
     dtypes = {tensors.headers[name].dtype for name in names}
     return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
