@@ -168,6 +168,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "python doctor.py --model my_model.py:OptimizedGPT2Model"],
     "runs in test_hf.py": [
         "python tools/export_hf.py out/gpt2-124m hf/mine", "python tools/export_hf.py out/qwen hf/qwen"],
+    "runs in test_fp8_folders.py": ["python tools/export_hf.py out/llama hf/llama-fp8 --fp8"],
     "runs in test_sample.py": ["python sample.py out/qwen --chat"],
     "runs in test_own_model.py": [
         "python train.py --model from_nanogpt.py:Model --fp8-recipe none --n-layer 12 --n-head 12 "

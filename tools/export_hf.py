@@ -6,6 +6,7 @@
   model file: an edit such as a cap on the logits is refused, and your own model (--model) exports where they
   agree.
 - The embedding keeps its padding rows (50,257 → 50,304), unless the run began as an import.
+- --fp8 writes the blocks in FP8 for servers, with the scales of delayed scaling: see tools/fp8_folders.py.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
   the files are copied, with the chat template, and the generation config but for the ids that end a text.
 """
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("NANOTE_ENGINE", "reference")
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
+import itertools
 import json
 import math
 import shutil
@@ -36,7 +38,7 @@ from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
-from tools import hf_weights
+from tools import fp8_folders, hf_weights
 from tools.tensor_files import RunWeights, optimized_name, read_json, write_shards
 
 
@@ -48,6 +50,9 @@ class ExportConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
     model: str | None = None  # None: the run's; path/to/file.py:Class if it is your own (no code is stored).
+    # Write the blocks in FP8 (compressed-tensors), with the scales of a run with --fp8-recipe delayed.
+    fp8: bool = False
+    fp8_lm_head: bool = False  # With --fp8: write the output head in FP8, too.
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -122,8 +127,14 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> Path:
+def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8=False,
+           fp8_lm_head=False) -> Path:
     """Export a run or a checkpoint to `folder`; return the checkpoint. Arguments: see ExportConfig."""
+    if fp8 and dtype == "float32":
+        raise ValueError("--fp8 with --dtype float32: FP8 weights are those of training, not of the float32 "
+                         "masters; leave --dtype out")
+    if fp8_lm_head and not fp8:
+        raise ValueError("--fp8-lm-head without --fp8: nothing is written in FP8; add --fp8")
     source = checkpoint.find(run)
     folder = Path(folder)
     check_new(folder)
@@ -134,15 +145,19 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None) -> 
     tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
     weights = RunWeights(source, masters=dtype == "float32", dtype=torch_dtype)
+    scales = {}  # of the weights that are written in FP8
+    if fp8:
+        scales = fp8_folders.training_scales(source, meta["config"]["fp8_recipe"], config, fp8_lm_head)
+        weights = fp8_folders.QuantizedWeights(source, scales, torch_dtype)
     with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
-        write_folder(unfinished, weights, config, vocab_size, tokenizer)
+        write_folder(unfinished, weights, scales, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
-        check_logits(unfinished, source, model_name, weights, vocab_size)
+        check_logits(unfinished, source, model_name, weights, scales, vocab_size)
     return source
 
 
 @torch.no_grad()
-def check_logits(folder: Path, source: Path, model_name: str | None, weights: RunWeights,
+def check_logits(folder: Path, source: Path, model_name: str | None, weights: RunWeights, scales: dict,
                  vocab_size: int) -> None:
     """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
 
@@ -158,8 +173,12 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
     tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
     model = trained_model.load_run(source, checkpoint.read_meta(source), model_name, device, dtype)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[optimized_name(name)])  # in the type that was written
+    for parameter_name, parameter in model.named_parameters():
+        name = optimized_name(parameter_name)
+        weight = weights[name]  # in the type that was written
+        if name in scales:
+            weight = fp8_folders.value_of(weight, scales[name])
+        parameter.copy_(weight)
     random = torch.Generator().manual_seed(0)
     length = min(model.config.n_positions, 1024)
     ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
@@ -168,7 +187,7 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
         logits = logits[0]
     logits = logits[..., :vocab_size]
     del model  # one at a time
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = load_exported(folder, dtype).to(device).eval()
     difference = (logits - model(ids).logits).abs().max().item()
     largest = logits.abs().max().item()
     if not difference <= tolerance * largest:  # NaN, too
@@ -177,11 +196,31 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
                          "an edited model; share the run with its model file")
 
 
-def write_folder(folder: Path, weights: RunWeights, config, vocab_size: int, tokenizer) -> None:
-    """Write weights, config, generation config and tokenizer."""
-    write_shards(folder, hf_weights.to_hf(weights, config, vocab_size))
+def load_exported(folder: Path, dtype: torch.dtype):
+    """Return the transformers model of a folder. FP8 weights are dequantized here: transformers needs the
+    package compressed-tensors for it."""
+    import transformers  # slow to import
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if not hasattr(config, "quantization_config"):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tensors = fp8_folders.open_folder(folder)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[name])
+    return model
+
+
+def write_folder(folder: Path, weights: RunWeights, scales: dict, config, vocab_size: int, tokenizer) -> None:
+    """Write weights and scales, config, generation config and tokenizer."""
+    tensors = hf_weights.to_hf(weights, config, vocab_size)
+    write_shards(folder, itertools.chain(tensors, fp8_folders.scale_tensors(scales, config)))
     dtype = str(weights["wte.weight"].dtype).removeprefix("torch.")
     write_config(folder, config, vocab_size, tokenizer, dtype)
+    if scales:
+        quantization = fp8_folders.quantization_config(scales, config)
+        add_fields(folder / "config.json", quantization_config=quantization)
     write_generation_config(folder, vocab_size, tokenizer)
     write_tokenizer(folder, tokenizer, config.n_positions)
 
@@ -268,9 +307,12 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
 
 def main(argv=None) -> None:
     config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
-    source = export(config.run, config.folder, config.dtype, config.tokenizer, config.model)
-    print(f"{config.folder}: {source}, with the same logits in transformers; load it with "
-          f"AutoModelForCausalLM.from_pretrained({str(config.folder)!r})")
+    source = export(config.run, config.folder, config.dtype, config.tokenizer, config.model, config.fp8,
+                    config.fp8_lm_head)
+    content = "in FP8" if config.fp8 else "with the same logits in transformers"
+    package = " (pip install compressed-tensors)" if config.fp8 else ""
+    print(f"{config.folder}: {source}, {content}; load it with "
+          f"AutoModelForCausalLM.from_pretrained({str(config.folder)!r}){package}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
-"""FP8 weights in Hugging Face folders: import_hf.py dequantizes them.
+"""FP8 weights in Hugging Face folders: import_hf.py dequantizes them, export_hf.py --fp8 writes them.
 
     read        compressed-tensors: E4M3 with a scale a tensor or a channel; inputs static or dynamic
     read        quant_method fp8, as of DeepSeek-V3 and Qwen3: E4M3 with a scale for each block of 128 x 128
+    written     compressed-tensors: E4M3 with a scale a tensor, and a static scale of the input of each layer
+
+- A scale of a folder divides: value = FP8 · scale. That of an engine multiplies: FP8 = value · scale. So the
+  reciprocal is written, which the engines call scale_inv.
+- The static scales are those of delayed scaling, which training has found: nothing is calibrated.
+- q, k and v are one GEMM here, and so are gate and up: each part has the scales of the whole.
 """
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from tools.tensor_files import FolderTensors, read_json
+import te_reference
+from nanote import checkpoint
+from nanote.training_state import under_prefix
+from tools import hf_weights
+from tools.tensor_files import FolderTensors, RunWeights, optimized_name, read_json
 
 BLOCK = 128  # rows and columns that share a scale
 FORMATS = ("float-quantized", "naive-quantized")  # compressed-tensors' names of formats that store FP8
@@ -139,3 +149,100 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     for i, scales_of_blocks in enumerate(scale):
         values[BLOCK * i:BLOCK * (i + 1)] *= scales_of_blocks.repeat_interleave(BLOCK)[:columns]
     return values
+
+
+# ---------------------------------------------------------------- writing
+
+class Scales(NamedTuple):
+    """The scales of a GEMM, each float32 (): FP8 = value · scale."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+
+
+def training_scales(source: Path, recipe: str, config, with_lm_head: bool) -> dict[str, Scales]:
+    """Return {name of a weight of the optimized model: Scales} from a checkpoint, for all weights to write in
+    FP8. ValueError for a run that has no such scales, or a model that cannot be written in FP8.
+
+    recipe: the run's --fp8-recipe. config: its OptimizedConfig.
+    """
+    more_training = "resume it with --fp8-recipe delayed for some steps, and export that"
+    if hf_weights.model_type(config) == "gpt2":
+        raise ValueError(f"--fp8: {source} is a GPT-2, and compressed-tensors does not quantize its Conv1D; "
+                         "leave --fp8 out")
+    if recipe != "delayed":
+        raise ValueError(f"--fp8: {source} has --fp8-recipe {recipe}, without static scales; {more_training}")
+    if with_lm_head and config.tie_embeddings:
+        raise ValueError("--fp8-lm-head: the head is the embedding (--tie-embeddings), which is not in FP8; "
+                         "leave --fp8-lm-head out")
+    if with_lm_head and not config.fp8_lm_head:
+        raise ValueError(f"--fp8-lm-head: {source} has --no-fp8-lm-head; leave --fp8-lm-head out")
+    state = {}
+    for name, tensor in under_prefix(checkpoint.read_tensors(source, ("fp8.",)), "fp8.").items():
+        state[optimized_name(name)] = tensor
+    scales = {}
+    for name, module, gemm in fp8_gemms(config, with_lm_head):
+        scale = state.get(f"{module}.scaling_fwd.scale")  # input, weight, output of each GEMM
+        if scale is None:
+            raise ValueError(f"--fp8: {source} has no FP8 scales of {module}; {more_training}")
+        scales[name] = Scales(input=scale[3 * gemm], weight=scale[3 * gemm + 1])
+    return scales
+
+
+def fp8_gemms(config, with_lm_head: bool) -> list[tuple[str, str, int]]:
+    """Return (name of the weight, its module, its number there) of the GEMMs that a run trains in FP8."""
+    gemms = []
+    for layer in range(config.fp8_skip_first, config.n_layer - config.fp8_skip_last):
+        block = f"blocks.{layer}"
+        gemms.append((f"{block}.attn.qkv.weight", f"{block}.attn.qkv", 0))
+        gemms.append((f"{block}.attn.proj.weight", f"{block}.attn.proj", 0))
+        gemms.append((f"{block}.mlp.fc1_weight", f"{block}.mlp", 0))
+        gemms.append((f"{block}.mlp.fc2_weight", f"{block}.mlp", 1))
+    if with_lm_head:
+        gemms.append(("lm_head.weight", "lm_head", 0))
+    return gemms
+
+
+class QuantizedWeights(RunWeights):
+    """The weights of a run: {name: tensor}, those that have Scales in FP8, with the bytes of training. The
+    others have `dtype`; None: as stored."""
+
+    def __init__(self, folder: Path, scales: dict[str, Scales], dtype: torch.dtype | None):
+        super().__init__(folder)
+        self.scales = scales
+        self.dtype_of_others = dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = super().__getitem__(name)
+        if name in self.scales:
+            return te_reference.quantize(weight, self.scales[name].weight, torch.float8_e4m3fn)
+        return weight if self.dtype_of_others is None else weight.to(self.dtype_of_others)
+
+
+def value_of(weight: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Return the float32 value of an FP8 weight of QuantizedWeights."""
+    return te_reference.dequantize(weight, scales.weight)
+
+
+def scale_tensors(scales: dict[str, Scales], config) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, scale), the tensors that a Hugging Face model has beside its FP8 weights."""
+    for spec in hf_weights.weight_specs(config, config.vocab_size):
+        if spec.name not in scales:
+            continue
+        for name, _ in spec.parts:
+            module = name.removesuffix("weight")
+            yield f"{module}input_scale", scales[spec.name].input.reciprocal().view(1)
+            yield f"{module}weight_scale", scales[spec.name].weight.reciprocal().view(1)
+
+
+def quantization_config(scales: dict[str, Scales], config) -> dict:
+    """Return the entry quantization_config of config.json. It ignores linear layers that are not in FP8."""
+    ignored = ["lm_head"] if config.tie_embeddings else []
+    for spec in hf_weights.weight_specs(config, config.vocab_size):
+        is_linear = spec.columns is not None and spec.name != "wte.weight"
+        if is_linear and spec.name not in scales:
+            ignored += [name.removesuffix(".weight") for name, _ in spec.parts]
+    per_tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": per_tensor, "input_activations": per_tensor}
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ignored}
