@@ -85,6 +85,9 @@ class DelayedScaling:
     def delayed(self):
         return True
 
+    def custom(self):
+        return False
+
 
 def is_fp8_available(return_reason=False):
     reason = unsupported_reason()

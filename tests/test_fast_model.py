@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 from bench.step import forget_models
-from nanote import chunked_loss, ddp, recipes
+from nanote import chunked_loss, ddp, health, recipes
 from nanote.fp8_state import FP8State
 
 pytest.importorskip("triton")
@@ -336,6 +336,26 @@ def test_an_edited_branch_gets_its_gradient():
         stream.value().sum().backward()  # of the stream alone
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
     assert head.weight.grad is None  # as in PyTorch, so that no optimizer decays it
+
+
+def test_the_optimized_model_on_this_engine_has_a_health():
+    """Amax and saturation of each tensor: those of the optimized model on the default engine."""
+    found = []
+    for engine in ("fast", "te" if HAS_GPU else "reference"):
+        module = model_file("model_te_optimized", engine)
+        torch.manual_seed(1)
+        model = module.OptimizedGPT2Model(module.OptimizedConfig(**SMALL)).to(DEVICE, torch.bfloat16)
+        tokens = torch.arange(64, device=DEVICE).view(4, 16)
+        model(tokens, labels=tokens).backward()
+        with health.watch(model) as measured:
+            model(tokens, labels=tokens).backward()
+        found.append(measured)
+    assert found[0].keys() == found[1].keys() >= {"blocks.0.mlp", "lm_head"}
+    for name, tensors in found[0].items():
+        for tensor, values in tensors.items():
+            expected = found[1][name][tensor]
+            assert values["amax"] == pytest.approx(expected["amax"], rel=0.1)
+            assert values["saturated"] == expected["saturated"]
 
 
 def test_two_models_do_not_change_each_others_scales():
