@@ -163,6 +163,9 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "bench/nanogpt.py": [
         (".", "there is no model.py; name the folder of a nanoGPT checkout"),
         ("other", "has no GPT; name"), ("other --steps 0", "--steps 0: must be at least 4")],
+    "bench/finetune.py": [
+        ("--arms plain", "--arms plain: PlainGPT has no biases of q, k and v alone; use bf16 or fp8"),
+        ("--arms fp16", "--arms 'fp16': unknown"), ("--steps 0", "--steps 0: must be at least 4")],
 }
 
 

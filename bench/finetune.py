@@ -1,0 +1,262 @@
+"""Measure full fine-tuning beside transformers' own model, on a GPU: tokens/s of published shapes.
+
+    python bench/finetune.py --json results/finetune.json
+    python bench/finetune.py --settings qwen2.5-0.5b-llmq --arms fp8 --steps 10
+
+Weights are random, and the same in both. Peer: `AutoModelForCausalLM.from_config` in BF16, torch.compile,
+PyTorch's fused AdamW, gradients clipped at 1.0. So its moments are BF16, and it has no float32 masters. This
+kit has masters, and float32 moments unless `moment_dtype` of a row says bfloat16.
+
+- transformers-sdpa, transformers-flash_attention_4    the peer, the second if it and flash-attn-4 are there
+- bf16, fp8, fp8-loss4 …                               this kit: the arms of benchmark_te.py --help
+
+The kit's arms are timed in turns with the faster of the peers: `ratio_to_transformers` is the peer's median
+step over theirs. Llama-3 8B fills a GPU, so there each arm is timed alone. `attention_kernels` are the names
+of the kernels in a profile of one step. Numerics are checked before anything is timed: equal weights have
+equal losses and gradient norms.
+
+The settings …-llmq are llmq's, and have no peer here: sequence length 1,024, 524,288 tokens a step, BF16
+moments, micro-batches of 32 (0.5B) and 16 (1.5B). `ratio_to_llmq` is the speed over its rates on one H100,
+from "Speed" in README.md and benchmarks/H100x1.md of https://github.com/IST-DASLab/llmq, commit b77d969.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+import train
+from bench import hf_models, measure
+from bench.plain_gpt import ARMS as PLAIN_ARMS
+from bench.plain_gpt import PlainTraining
+from bench.report import Rows
+from bench.step import arm_config, free, make_batches
+from nanote.command import parse, require_at_least, run_command
+from nanote.config import TrainConfig
+from nanote.models import pick_device
+from tools import hf_weights
+
+RATIO = "ratio_to_transformers"
+
+
+@dataclass
+class Setting:
+    model: str  # of hf_models.MODELS
+    micro_batch_size: int
+    seq_len: int = 4096
+    grad_accum: int = 1
+    moment_dtype: str = "float32"  # of this kit
+    peer: Literal["in turns", "alone", "none"] = "in turns"  # how transformers' model is timed
+    llmq_rates: dict = dataclasses.field(default_factory=dict)  # {precision: llmq's tokens/s on one H100}
+
+
+LLMQ = dict(seq_len=1024, moment_dtype="bfloat16", peer="none")
+SETTINGS = {
+    "qwen2.5-0.5b": Setting("qwen2.5-0.5b", 4),
+    "qwen2.5-1.5b": Setting("qwen2.5-1.5b", 2),
+    "llama-3.2-1b": Setting("llama-3.2-1b", 2),
+    "llama-3-8b": Setting("llama-3-8b", 1, moment_dtype="bfloat16", peer="alone"),
+    "qwen2.5-0.5b-llmq": Setting(
+        "qwen2.5-0.5b", 32, grad_accum=16, llmq_rates={"fp8": 164e3, "bf16": 149e3}, **LLMQ),
+    "qwen2.5-1.5b-llmq": Setting(
+        "qwen2.5-1.5b", 16, grad_accum=32, llmq_rates={"fp8": 73e3, "bf16": 59e3}, **LLMQ),
+}
+ON_CPU = dict(micro_batch_size=2, seq_len=32)
+
+
+@dataclass
+class Options:
+    settings: tuple[Literal[tuple(SETTINGS)], ...] = tuple(SETTINGS)  # Models and sequence lengths.
+    arms: tuple[str, ...] = ("bf16", "fp8")  # Of this kit; python benchmark_te.py --help lists them.
+    steps: int = 60  # Steps to time, of each arm.
+    compile: bool = True  # torch.compile transformers' model.
+    json: Path | None = None  # Write the rows here; those of other settings in the file stay.
+
+
+# ---------------------------------------------------------------- transformers' model
+
+class TransformersTraining(PlainTraining):
+    """The training of a model of transformers: its own loss, clipping, AdamW."""
+
+    def forward(self, input_ids, labels):
+        # labels are shifted already
+        return self.net(input_ids=input_ids, labels=labels, shift_labels=labels, use_cache=False).loss
+
+
+def attention_names() -> list[str]:
+    """Return the attention implementations of transformers to measure."""
+    import transformers
+
+    names = ["sdpa"]
+    is_available = getattr(transformers.utils, "is_flash_attn_4_available", None)  # older ones have no such
+    if is_available is not None and is_available():
+        names.append("flash_attention_4")
+    return names
+
+
+def make_peer(hf_config, attention: str, compiles: bool, config, device, batches=None):
+    """Make the TransformersTraining that begins with the weights of this kit's arms.
+
+    Args:
+        hf_config: transformers' config of the model.
+        attention: its implementation, of `attention_names`.
+        config: train.py's options of the same network.
+    """
+    import transformers
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention)
+    copy_weights(first_weights(config, device), model, config)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    net = torch.compile(model, dynamic=False) if compiles else model
+    training = TransformersTraining(model.train(), net, optimizer, config, device)
+    training.kernels = f"transformers {transformers.__version__}, {attention}"
+    return training
+
+
+def first_weights(config, device) -> dict[str, torch.Tensor]:
+    """Return {name: weight} of this kit's model before its first step."""
+    torch.manual_seed(config.seed)
+    return train.build_model(config, device).state_dict()
+
+
+@torch.no_grad()
+def copy_weights(weights: dict, peer, config) -> None:
+    """Copy the weights of this kit's model to transformers' model, by the names of tools/export_hf.py."""
+    parameters = dict(peer.named_parameters())
+    for spec in hf_weights.weight_specs(measure.model_config_of(config), config.vocab_size):
+        for name, part in hf_weights.parts_of_weight(weights, spec):
+            parameters.pop(name).copy_(part)
+    if parameters:
+        raise RuntimeError(f"transformers' model has other parameters: {', '.join(parameters)}")
+
+
+def attention_kernels(training, batches) -> list[str]:
+    """Return the names of the attention kernels that a step launches, from a profile of it; on a CPU, of
+    PyTorch's operations."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        training(batches, measure.LR)
+        if on_gpu:
+            torch.cuda.synchronize()
+    device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    names = {event.key for event in profile.key_averages() if event.device_type == device_type}
+    return sorted(name for name in names if re.search("flash|fmha|sdpa|attention", name, re.I))
+
+
+# ---------------------------------------------------------------- rows
+
+def train_config(setting: Setting, hf_config) -> TrainConfig:
+    """Return train.py's options for a setting, in BF16."""
+    return TrainConfig(
+        **hf_models.options_of(hf_config), micro_batch_size=setting.micro_batch_size, seq_len=setting.seq_len,
+        grad_accum=setting.grad_accum, moment_dtype=setting.moment_dtype, fp8_recipe="none")
+
+
+def check_arm(arm: str) -> None:
+    """Raise ValueError for an arm that is unknown, or another network."""
+    if arm in PLAIN_ARMS:
+        raise ValueError(f"--arms {arm}: PlainGPT has no biases of q, k and v alone; use bf16 or fp8")
+    arm_config(arm, TrainConfig())
+
+
+def compare_with_llmq(setting: Setting, arm: str, figures: dict) -> dict:
+    """Return llmq's rate in the precision of an arm, and the speed over it; {} if there is none."""
+    precision = arm.partition("-")[0]
+    if precision not in setting.llmq_rates or "tokens_per_s" not in figures:
+        return {}
+    rate = setting.llmq_rates[precision]
+    return {"llmq_tokens_per_s": rate, "ratio_to_llmq": figures["tokens_per_s"] / rate}
+
+
+def measure_peers(setting: Setting, hf_config, compiles: bool, config, timing, agreement):
+    """Measure transformers' model with each attention -> (figures of each, the faster training or None)."""
+    fastest = None
+    fastest_ms = None
+    all_figures = []
+    for attention in attention_names():
+        make = partial(make_peer, hf_config, attention, compiles)
+        figures, training = measure.attempt(
+            measure.measure, f"transformers-{attention}", config, make, timing, None, agreement)
+        figures |= {"attention": attention, "compiled": compiles}
+        if training is not None:
+            dtype = next(training.model.parameters()).dtype  # AdamW's moments have it, too
+            figures["moment_dtype"] = str(dtype).removeprefix("torch.")
+            figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
+            if fastest_ms is None or figures["ms"] < fastest_ms:
+                fastest_ms = figures["ms"]
+                fastest = training if setting.peer == "in turns" else None
+        del training  # or its memory would be taken while the next one is measured
+        all_figures.append(figures)
+    for figures in all_figures:
+        if "ms" in figures:
+            figures[RATIO] = fastest_ms / figures["ms"]
+    return all_figures, fastest
+
+
+def measure_setting(setting: Setting, hf_config, options: Options, timing):
+    """Measure transformers' model and this kit's arms. Yields the figures of each."""
+    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
+    config = train_config(setting, hf_config)
+    agreement = measure.Agreement()
+    peer = None
+    peer_ms = None
+    if setting.peer != "none":
+        peers, peer = measure_peers(setting, hf_config, options.compile, config, timing, agreement)
+        peer_ms = min((figures["ms"] for figures in peers if "ms" in figures), default=None)
+        yield from peers
+    for arm in options.arms:
+        figures, training = measure.attempt(measure.measure_arm, arm, config, timing, peer, agreement)
+        if training is not None:
+            figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
+            if peer is None and peer_ms is not None:
+                figures[RATIO] = peer_ms / figures["ms"]
+        del training
+        figures |= compare_with_llmq(setting, arm, figures)
+        yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": peer is not None}
+
+
+def main(argv=None) -> None:
+    options = parse(Options, argv, "bench/finetune.py", __doc__)
+    require_at_least(4, options, "steps")
+    device = pick_device("auto")
+    is_tiny = device.type != "cuda"
+    if is_tiny:
+        print("no GPU: tiny shapes, and the times mean nothing")
+    rows = Rows(options.json, ("setting", "arm"), "bench/finetune.py", argv)
+    timing = measure.Timing(device, options.steps, phases=0, ratio=RATIO)
+    for arm in options.arms:
+        check_arm(arm)
+    for name in options.settings:
+        setting = SETTINGS[name]
+        if is_tiny:
+            setting = dataclasses.replace(setting, **ON_CPU, grad_accum=min(2, setting.grad_accum))
+        hf_config = hf_models.hf_config(setting.model, is_tiny)
+        labels = {"setting": name, "model": setting.model, "micro_batch_size": setting.micro_batch_size,
+                  "seq_len": setting.seq_len}
+        for figures in measure_setting(setting, hf_config, options, timing):
+            rows.add(labels | figures)
+        free()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "bench/finetune.py"))

@@ -1,0 +1,60 @@
+"""bench/finetune.py: transformers' model and this kit's are one network, and rows say what ran."""
+import json
+
+import pytest
+import torch
+
+from bench import finetune, hf_models, measure
+from model_te_optimized import OptimizedGPT2Model
+from trainer_tools import randomize
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", sorted({setting.model for setting in finetune.SETTINGS.values()}))
+def test_the_peer_is_the_same_network(name):
+    hf_config = hf_models.hf_config(name, is_tiny=True)
+    setting = finetune.Setting(name, micro_batch_size=2, seq_len=32)
+    config = finetune.train_config(setting, hf_config)
+    peer = finetune.make_peer(hf_config, "sdpa", False, config, CPU)
+    model = randomize(OptimizedGPT2Model(measure.model_config_of(config)))
+    finetune.copy_weights(model.state_dict(), peer.model, config)
+    tokens = torch.randint(512, (2, 33))
+    x = tokens[:, :-1]
+    y = tokens[:, 1:].contiguous()
+    y[0, :5] = -100
+    logits = model(x)
+    torch.testing.assert_close(peer.model(x).logits, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item())
+    torch.testing.assert_close(peer.forward(x, y), model(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_compare_the_kit_with_transformers_and_llmq(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finetune, "attention_names", lambda: ["sdpa", "flash_attention_4"])
+    path = tmp_path / "finetune.json"
+    command = "--settings qwen2.5-0.5b llama-3-8b qwen2.5-0.5b-llmq --arms fp8 --no-compile --steps 4 --json"
+    finetune.main([*command.split(), str(path)])
+    assert "the times mean nothing" in capsys.readouterr().out
+    rows = {(row["setting"], row["arm"]): row for row in json.loads(path.read_text())}
+    for setting in ("qwen2.5-0.5b", "llama-3-8b"):
+        assert "flash" in rows.pop((setting, "transformers-flash_attention_4"))["error"], "there is no GPU"
+    in_turns, alone = "qwen2.5-0.5b", "llama-3-8b"
+    assert list(rows) == [(in_turns, "transformers-sdpa"), (in_turns, "fp8"),
+                          (alone, "transformers-sdpa"), (alone, "fp8"), ("qwen2.5-0.5b-llmq", "fp8")]
+    for row in rows.values():
+        tokens = row["micro_batch_size"] * row["seq_len"] * row["grad_accum"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["ms"], rel=1e-4)
+        assert any("attention" in name for name in row["attention_kernels"])
+    for setting in (in_turns, alone):
+        peer = rows[setting, "transformers-sdpa"]
+        kit = rows[setting, "fp8"]
+        assert "transformers 5" in peer["kernels"] and peer["ratio_to_transformers"] == 1
+        assert kit["parameters"] == peer["parameters"]
+        assert kit["loss"] == pytest.approx(peer["loss"], rel=1e-3), "from the same weights"
+        assert kit["in_turns"] == (setting == in_turns)
+        assert ("ratio_to_transformers_interval" in kit) == (setting == in_turns)
+    assert kit["moment_dtype"] == "bfloat16"
+    assert kit["ratio_to_transformers"] == pytest.approx(peer["ms"] / kit["ms"], rel=1e-4)
+    beside_llmq = rows["qwen2.5-0.5b-llmq", "fp8"]
+    assert beside_llmq["ratio_to_llmq"] == pytest.approx(beside_llmq["tokens_per_s"] / 164e3, rel=1e-4)
