@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import copy
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def make_peer(hf_config, attention: str, compiles: bool, config, device, batches
     import transformers
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hf_config = copy.deepcopy(hf_config)  # the model keeps it, and its attention is a field of it
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention)
