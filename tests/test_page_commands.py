@@ -66,9 +66,14 @@ A_RUN = [
     ("python data.py sft pairs.jsonl --tokenizer gpt2", f"{BYTES} --out-dir data/pairs-gpt2", None),
     ("python train.py --config out/base/config.json --init-from out/base --data data/pairs-gpt2 --lr 1e-5",
      "", None),
+    ("python data.py sft pairs.jsonl --tokenizer hf:models/Qwen3-0.6B",
+     f"{BYTES} --out-dir data/pairs-Qwen3-0.6B", None),
+    ("python train.py --resume --out-dir out/qwen --data data/pairs-Qwen3-0.6B --lr 1e-5", "--max-steps 14",
+     None),
+    ('python sample.py out/qwen --prompt "Once upon a time"', TWO_TOKENS, ""),
     ("python sample.py out/qwen --score held_out.txt", "", ""),
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
-    ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 14", None),
+    ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 15", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
 ]
 OPTIONS = [
@@ -135,6 +140,7 @@ NOT_CHECKED = {  # the key says why
         "> examples/edits/optimized/NAME.diff"],
     "has no options, and runs in test_pages.py": ["python bench/measured.py"],
     "has no options, and runs in test_benchmark.py": ["python bench/pictures.py"],
+    "has no options, and its table is compared in test_finetune.py": ["python bench/fits.py"],
 }
 
 PARSED = {  # by their program, or the files that they name exist; the key says why they do not run
@@ -177,6 +183,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "takes minutes or hours": [
         "python bench/pairs.py",
         "python bench/compiled.py",
+        "python bench/finetune.py --json results/finetune.json",
         "python bench/paired.py --json mine.json --tokens 45e6 100e6 --minutes 10",
         "python bench/paired.py --json mine.json --tokens 100e6 --start 0.75 --minutes 10",
         "NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --shape c4096",
