@@ -11,10 +11,11 @@ from nanote.config import TrainConfig
 from trainer_tools import ROOT, randomize
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
 
 
+@on_cpu
 @pytest.mark.parametrize("name", sorted({setting.model for setting in finetune.SETTINGS.values()}))
 def test_the_peer_is_the_same_network(name):
     hf_config = hf_models.hf_config(name, is_tiny=True)
@@ -32,6 +33,7 @@ def test_the_peer_is_the_same_network(name):
     torch.testing.assert_close(peer.forward(x, y), model(x, y), rtol=1e-5, atol=1e-5)
 
 
+@on_cpu
 def test_rows_compare_the_kit_with_transformers_and_llmq(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finetune, "attention_names", lambda: ["sdpa", "flash_attention_4"])
     path = tmp_path / "finetune.json"
