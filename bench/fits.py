@@ -82,11 +82,16 @@ def full(sizes: Sizes, moment: int = 4) -> int:
 def frozen(sizes: Sizes, keeps_transpose: bool = False) -> int:
     """Return the bytes of a model that is frozen in FP8 but for its adapters."""
     frozen_weight = 2 if keeps_transpose else 1
-    config = sizes.config
-    head = FP8_COPIES if config.tie_embeddings else frozen_weight
+    head = FP8_COPIES if sizes.config.tie_embeddings else frozen_weight
     total = frozen_weight * sizes.blocks + head * sizes.head + WEIGHT * (sizes.embeddings + sizes.vectors)
-    adapters = config.n_layer * RANK * (config.n_head * config.head_dim + config.n_embd)
-    return total + (WEIGHT + GRADIENT + REMAINDER + 2 * 4 + FP8_COPIES) * adapters
+    return total + adapters(sizes)
+
+
+def adapters(sizes: Sizes) -> int:
+    """Return the bytes of the edit lora's adapters, which are trained."""
+    config = sizes.config
+    number = config.n_layer * RANK * (config.n_head * config.head_dim + config.n_embd)
+    return (WEIGHT + GRADIENT + REMAINDER + 2 * 4 + FP8_COPIES) * number
 
 
 def activations(sizes: Sizes, tokens: int = TOKENS) -> int:
