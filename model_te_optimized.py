@@ -190,7 +190,7 @@ class OptimizedConfig:
     n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
-    qkv_bias: bool = False  # biases of q, k and v also without `bias`, as in Qwen2
+    qkv_bias: bool = False  # biases of q, k and v even if `bias` is False, as in Qwen2
     tie_embeddings: bool = True  # lm_head and wte share one weight
     attention: str | None = None  # sdpa (PyTorch) | te | flash | auto (the fastest); None: use_pytorch_sdpa
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
@@ -224,12 +224,12 @@ def rope_tables(positions, head_dim, theta, scaling=None):
 
 
 def scale_frequencies(frequencies, scaling):
-    """Divide RoPE's low frequencies by a factor, as Llama 3.1 does to read more tokens than the `context` of
-    its first training: those with at most `low` periods in that context. Those with `high` periods or more
-    stay, and what lies between is interpolated."""
+    """Scale RoPE's frequencies as Llama 3.1 does, to read more tokens than the `context` of its first
+    training. One with at most `low` periods in `context` tokens is divided by `factor`, one with at least
+    `high` is kept, and between them it is interpolated."""
     factor, low, high, context = read_scaling(scaling)
-    wavelengths = 2 * math.pi / frequencies
-    kept = ((context / wavelengths - low) / (high - low)).clamp(0, 1)  # the share that is not divided
+    periods = context * frequencies / (2 * math.pi)
+    kept = ((periods - low) / (high - low)).clamp(0, 1)  # the share that is not divided
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
@@ -469,7 +469,7 @@ def read_scaling(text):
     try:
         factor, low, high, context = map(float, text.split(":"))
     except ValueError:
-        raise ValueError(f"rope_scaling={text!r}: must be FACTOR:LOW:HIGH:CONTEXT; 8:1:4:8192 works, of "
+        raise ValueError(f"rope_scaling={text!r}: must be FACTOR:LOW:HIGH:CONTEXT, such as 8:1:4:8192 of "
                          "Llama 3.1") from None
     return factor, low, high, context
 

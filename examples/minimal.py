@@ -38,7 +38,8 @@ parser.add_argument("--recipe", choices=["delayed", "current", "block", "none"],
 parser.add_argument("--format", choices=["HYBRID", "E4M3"], default="HYBRID", help="HYBRID: E5M2 gradients")
 parser.add_argument("--margin", type=int, default=0, help="delayed: divide scales by 2^margin")
 parser.add_argument("--history", type=int, default=1024, help="delayed: length of the amax history")
-parser.add_argument("--algorithm", choices=["max", "most_recent"], default="max", help="delayed: amax of it")
+parser.add_argument("--algorithm", choices=["max", "most_recent"], default="max",
+                    help="delayed: which amax of the history sets the scale")
 parser.add_argument("--layers", type=int, default=12)
 parser.add_argument("--width", type=int, default=768)
 parser.add_argument("--batch", type=int, default=32, help="sequences a step")
@@ -92,7 +93,7 @@ config = OptimizedConfig(
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = OptimizedGPT2Model(config).to(device, dtype)
 
-# The switch: another recipe is another object here
+# To switch, assign another recipe
 if options.recipe == "delayed":
     model.fp8_recipe = DelayedScaling(
         margin=options.margin,
@@ -129,7 +130,7 @@ def learning_rate(step):
 
 def train(input_ids, labels):
     """Train one step. Return the loss and the gradient norm before clipping, (2,) float32."""
-    loss = net(input_ids, labels)  # logits and loss; FP8 inside te.autocast
+    loss = net(input_ids, labels)  # the model enters te.autocast
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

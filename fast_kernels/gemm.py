@@ -109,16 +109,19 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
-    bias_shape = bias_dtype = None
+    bias_shape = None
+    bias_dtype = None
     bias_address = 0
     is_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
     if bias is not None:
-        bias_shape, bias_dtype, bias_address = bias.shape, bias.dtype, bias.data_ptr()
+        bias_shape = bias.shape
+        bias_dtype = bias.dtype
+        bias_address = bias.data_ptr()
         is_contiguous = is_contiguous and bias.is_contiguous()
     key = (a.shape, b.shape, out.shape, bias_shape, a.dtype, b.dtype, out.dtype, bias_dtype, accumulate,
            accumulation, a.get_device())
     plan = _plans.get(key)
-    if plan is None or not is_contiguous:  # a shape is checked when it is new
+    if plan is None or not is_contiguous:  # a shape is checked when it is new; contiguity is not in the key
         _check(operands, accumulation)
     if (a.data_ptr() | b.data_ptr() | bias_address | out.data_ptr()) % 16:  # one of them is not aligned
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
@@ -200,9 +203,9 @@ class _Plan:
 
     def __init__(self, operands, accumulate, accumulation):
         a, _, b, _, bias, out = operands
-        self.beta = ONE if accumulate else ZERO
-        self.address = ctypes.c_void_p()  # what `run` writes to a descriptor, made once
-        self.pointer_to_address = ctypes.byref(self.address)
+        self.accumulate = accumulate
+        self.pointer_value = ctypes.c_void_p()  # what `run` writes to a descriptor; a new one costs time
+        self.pointer_reference = ctypes.byref(self.pointer_value)
         self.is_tuned = False
         self.attempts = 0  # calls that wanted to time this shape
         self.layouts = [_make_layout(x) for x in (a, b, out)]
@@ -247,7 +250,7 @@ class _Plan:
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
         _Plan.tuned_count += 1
-        if self.beta is ONE:  # the result of a timed run must not be added to the caller's `out`
+        if self.accumulate:  # the result of a timed run must not be added to the caller's `out`
             *inputs, out = operands
             operands = *inputs, torch.zeros_like(out)
         candidates = [candidate for candidate in self.candidates if self._can_run(candidate, operands)]
@@ -290,19 +293,20 @@ class _Plan:
         out_address = out.data_ptr()
         library = _library()
         set_attribute = library.cublasLtMatmulDescSetAttribute
-        address = self.address
-        pointer = self.pointer_to_address
+        value = self.pointer_value
+        reference = self.pointer_reference
+        beta = ONE if self.accumulate else ZERO
         with _lock:  # cuBLASLt reads the descriptor before it returns
-            address.value = b_scale_inv.data_ptr()  # b is its first operand
-            status = set_attribute(descriptor, A_SCALE_POINTER, pointer, POINTER_BYTES)
-            address.value = a_scale_inv.data_ptr()
-            status |= set_attribute(descriptor, B_SCALE_POINTER, pointer, POINTER_BYTES)
+            value.value = b_scale_inv.data_ptr()  # b is its first operand
+            status = set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES)
+            value.value = a_scale_inv.data_ptr()
+            status |= set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES)
             if bias is not None:
-                address.value = bias.data_ptr()
-                status |= set_attribute(descriptor, BIAS_POINTER, pointer, POINTER_BYTES)
-            status |= library.cublasLtMatmul(
+                value.value = bias.data_ptr()
+                status |= set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES)
+            status |= library.cublasLtMatmul(  # 0 only if all calls return 0
                 _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
-                self.beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
+                beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
                 workspace_address, workspace_bytes, driver.active.get_current_stream(device_index))
         _check_status(status)
 

@@ -1,7 +1,8 @@
 """Launches of Triton kernels that cost the host less than Triton's own.
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
-for its type and alignment, and builds a key of strings. `launch` finds it by a key of its own.
+for its type and alignment, and builds a key of strings. The key of `launch` is a plain tuple: kernel, device,
+dtypes, values, and one bit for the alignment of all addresses.
 """
 
 import torch
@@ -9,6 +10,7 @@ import triton
 from triton.runtime import driver
 
 MAX_VARIANTS = 4096
+NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler calls before and after
 _variants = {}  # {key of `launch`: _Variant}
 
 
@@ -17,17 +19,18 @@ class _Variant:
 
     def __init__(self, compiled, names, options):
         self.run = compiled.run
-        # what Triton passes on: the function, its metadata, and no hooks of Triton's own profiler
-        self.head = compiled.function, compiled.packed_metadata, None, None, None
+        self.head = compiled.function, compiled.packed_metadata, *NO_HOOKS
         self.tail = tuple([options[name] for name in names])
 
 
 def launch(kernel, grid, *args, **options):
-    """Do `kernel[grid](*args, **options)` on the current stream of the tensors' device, the current one.
+    """Launch `kernel[grid](*args, **options)` on the current stream. The tensors are on the current device.
 
-    kernel: a function of triton.jit. grid: programs in one, two or three dimensions.
-    args: the first arguments; all tensors are among them, and the first is one. options: the other arguments,
-        numbers, types and words, in any order, and num_warps.
+    Args:
+        kernel: a function of triton.jit. A number is always passed to it as an int, or always as a float.
+        grid: programs in one, two or three dimensions.
+        args: the leading arguments: all tensors, of which the first argument is one, None and numbers.
+        options: the other arguments, in any order, and num_warps.
     """
     if not isinstance(kernel, triton.JITFunction):  # in the interpreter
         kernel[grid](*args, **options)
@@ -35,7 +38,7 @@ def launch(kernel, grid, *args, **options):
     device_index = args[0].get_device()
     key = [kernel.fn, device_index]
     values = []
-    addresses = 0  # all of them, or-ed
+    addresses = 0  # the OR of all: a multiple of 16 only if each is
     for value in args:
         if isinstance(value, torch.Tensor):
             key.append(value.dtype)
@@ -49,11 +52,12 @@ def launch(kernel, grid, *args, **options):
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[grid](*args, **options)
-        if addresses % 16 == 0:  # else Triton sees which tensors are not aligned
+        if addresses % 16 == 0:  # else it is left to Triton, which asks each pointer
             names = kernel.arg_names[len(args):]
-            if len(_variants) == MAX_VARIANTS:  # each length of a batch has its own
+            if len(_variants) == MAX_VARIANTS:  # each batch length has its own
                 _variants.clear()
             _variants[key] = _Variant(compiled, names, options)
         return
     stream = driver.active.get_current_stream(device_index)
-    variant.run(*grid, *(1,) * (3 - len(grid)), stream, *variant.head, *values, *variant.tail)
+    x, y, z = (*grid, 1, 1)[:3]
+    variant.run(x, y, z, stream, *variant.head, *values, *variant.tail)

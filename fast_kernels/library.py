@@ -17,7 +17,6 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
-TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
@@ -58,8 +57,8 @@ def is_supported() -> bool:
 
 
 def operation(schema, setup_context=None, backward=None):
-    """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
-    `name`. What it returns calls the operation where a tracer must see it, else the function itself. For
+    """Return a decorator that registers a function `name` or `_name`, called with positional arguments, as
+    the operation `name`. The decorated function calls the operation under a tracer, else the function. For
     setup_context and backward see `torch.library.register_autograd`.
 
     schema: arguments and results, such as "(Tensor x, Tensor(a!) out, float eps) -> Tensor", where `a!` marks
@@ -69,23 +68,23 @@ def operation(schema, setup_context=None, backward=None):
     def register(function):
         name = function.__name__.lstrip("_")
 
-        def launch(*args):
+        def on_device(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
             index = _device_index(name, args)
-            if index < 0 or index == torch._C._cuda_getDevice():  # CUDA runs: a tensor is there
+            if index < 0 or index == torch._C._cuda_getDevice():  # CUDA is initialized: a tensor is on it
                 return function(*args)
             with torch.cuda.device(index):
                 return function(*args)
 
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, launch, key)
+            LIBRARY.impl(name, on_device, key)
         op = getattr(torch.ops.fast_kernels, name).default
         torch.library.register_fake(op, function, lib=LIBRARY)
-        eager = launch
+        eager = on_device
         if backward is not None:
             torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
-            eager = _autograd_function(name, launch, setup_context, backward).apply
+            eager = _autograd_function(name, on_device, setup_context, backward).apply
 
         @functools.wraps(function)
         def call(*args):
@@ -113,16 +112,17 @@ def _device_index(name, args):
         if index is None:
             index = x.get_device()
         elif x.get_device() != index:
-            tensors = [y[0] if isinstance(y, list) else y for y in args if isinstance(y, TENSORS)]
+            tensors = [y[0] if isinstance(y, list) else y for y in args
+                       if isinstance(y, (torch.Tensor, list))]
             devices = ", ".join(sorted({str(y.device) for y in tensors}))
             raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
     return index
 
 
 def input_names(class_name, names):
-    """Return a named tuple with a field for each input of an autograd function or an operation. `needs` holds
-    whether each input needs a gradient; a backward function returns tuple(…) of one that holds the gradients,
-    by default None. (Dynamo drops the gradients in a named one.)"""
+    """Return a named tuple type with a field for each input of an autograd function or an operation. It holds
+    which inputs need a gradient, or their gradients, by default None. A backward function returns tuple(…) of
+    it, since Dynamo drops gradients in a named tuple."""
     return namedtuple(class_name, names, defaults=[None] * len(names.split()))
 
 

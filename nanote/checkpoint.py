@@ -238,8 +238,8 @@ def save_weights(run_dir, weights: Iterable[tuple[str, torch.Tensor]], meta: dic
 
 
 def in_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_size: int) -> Iterator[dict]:
-    """Yield (name, tensor) pairs as dictionaries of at most `max_size` bytes, or of one tensor. A dictionary
-    is emptied when the next one is asked for."""
+    """Yield (name, tensor) pairs as a dictionary of at most `max_size` bytes, refilled each time. A larger
+    tensor is alone in it."""
     shard = {}
     size = 0
     for name, tensor in tensors:

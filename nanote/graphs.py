@@ -35,7 +35,8 @@ class Variant:
 
     shapes: str  # shapes and dtypes of the tensors, the same in every call
     eager_calls: int = 0  # without a graph
-    graph: torch.cuda.CUDAGraph | None = None  # None until the capture, which also sets:
+    graph: torch.cuda.CUDAGraph | None = None  # None until the capture
+    # set by the capture:
     inputs: list | None = None  # the tensors that the graph reads
     output: torch.Tensor | None = None  # the tensor that it writes
     kept: object = None  # what `keep` has returned
@@ -60,7 +61,7 @@ class CudaGraph:
         capture, and its result lives as long as the graph."""
         self.function = function
         self.keep = keep
-        self.stream = None  # of the capture; PyTorch needs the calls before it on the same one
+        self.stream = None  # of the calls before a capture and of the capture, as PyTorch requires
         if torch.cuda.is_available():
             self.stream = torch.cuda.Stream()
         self.recapture()
@@ -96,10 +97,10 @@ class CudaGraph:
 
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""
-        # PyTorch selects the pool for a thread, so the backward pass has to run on this one.
-        on_this_thread = torch.autograd.set_multithreading_enabled(False)
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool), on_this_thread:
+        # PyTorch selects the pool for a thread, so the backward pass has to run on this one.
+        with (torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool),
+              torch.autograd.set_multithreading_enabled(False)):
             output = self.function(*arguments, **options)
         torch.cuda.current_stream().wait_stream(self.stream)
         return copy_of(output)
@@ -109,7 +110,7 @@ class CudaGraph:
         arguments = tree_map(torch.clone, arguments)
         kept = self.keep() if self.keep else None
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # freeing memory that ranks share waits for the GPU, which a capture must not
+        gc.collect()  # to free memory that ranks share waits for the GPU, which a capture forbids
         try:
             with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream,
                                   capture_error_mode="thread_local"):

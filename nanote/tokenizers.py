@@ -143,8 +143,8 @@ class HfTokenizer(Tokenizer):
         if token in self.added:
             return text.encode()
         if not self.is_byte_level:
-            byte = re.fullmatch("<0x([0-9A-F]{2})>", text)
-            return bytes.fromhex(byte[1]) if byte else text.replace("▁", " ").encode()
+            match = re.fullmatch("<0x([0-9A-F]{2})>", text)
+            return bytes.fromhex(match[1]) if match else text.replace("▁", " ").encode()
         return bytes(self.byte_of[character] for character in text)
 
 

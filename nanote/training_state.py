@@ -178,9 +178,10 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: di
     stored: {name in its state: tensor}. weight: the parameter as it is stored.
     """
     state = optimizer.state[parameter]
-    # An imported float32 model has no state, and its weights are the masters of a BF16 run
-    is_master = weight.dtype == torch.float32 and has_master(parameter) and parameter.requires_grad
-    if (stored or is_master) and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
+    # Imported float32 weights have no state, and become the masters of a BF16 run
+    becomes_master = weight.dtype == torch.float32 and has_master(parameter) and parameter.requires_grad
+    has_values = bool(stored) or becomes_master
+    if has_values and not state and isinstance(optimizer, recipes.te.optimizers.FusedAdam):
         optimizer.initialize_state(parameter, False)  # else it allocates in its first step
     values = dict(stored)
     if not has_master(parameter):
