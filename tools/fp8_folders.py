@@ -1,11 +1,11 @@
 """FP8 weights in Hugging Face folders: import_hf.py dequantizes them, export_hf.py --fp8 writes them.
 
-    read        compressed-tensors: E4M3 with a scale a tensor or a channel; inputs static or dynamic
+    read        compressed-tensors: E4M3 with per-tensor or per-channel scales; inputs static or dynamic
     read        quant_method fp8, as of DeepSeek-V3 and Qwen3: E4M3 with a scale for each block of 128 x 128
-    written     compressed-tensors: E4M3 with a scale a tensor, and a static scale of the input of each layer
+    written     compressed-tensors: E4M3 with per-tensor scales, and a static scale of the input of each layer
 
-- A scale of a folder divides: value = FP8 · scale. That of an engine multiplies: FP8 = value · scale. So the
-  reciprocal is written, which the engines call scale_inv.
+- In a folder, value = FP8 · scale. In an engine, FP8 = value · scale. So the scale written to a folder
+  is the engine's scale_inv, 1 / scale.
 - The static scales are those of delayed scaling, which training has found: nothing is calibrated.
 - q, k and v are one GEMM here, and so are gate and up: each part has the scales of the whole.
 """
@@ -46,42 +46,45 @@ def open_folder(folder: Path) -> Mapping:
 def read_layout(quantization: dict | None, path: Path) -> Layout | None:
     """Return the layout in the entry quantization_config of a config.json, None without an entry. ValueError
     for a quantization that is not read."""
-    def require(name, value, *values):
-        if value not in values:
-            raise ValueError(f"{path}: quantization_config: {name} {value!r}: nanoTE reads "
-                             f"{' or '.join(map(repr, values))}; import the model in bfloat16")
-
     if not quantization:
         return None
     method = quantization.get("quant_method")
-    require("quant_method", method, "compressed-tensors", "fp8")
+    check_value(path, "quant_method", method, "compressed-tensors", "fp8")
     if method == "fp8":
-        require("weight_block_size", quantization.get("weight_block_size"), [BLOCK, BLOCK])
-        require("fmt", quantization.get("fmt", "e4m3"), "e4m3")
+        check_value(path, "weight_block_size", quantization.get("weight_block_size"), [BLOCK, BLOCK])
+        check_value(path, "fmt", quantization.get("fmt", "e4m3"), "e4m3")
         return Layout("weight_scale_inv", ("block",))
-    require("format", quantization.get("format"), *FORMATS)
-    require("kv_cache_scheme", quantization.get("kv_cache_scheme"), None)
-    require("transform_config", quantization.get("transform_config"), None, {})
+    check_value(path, "format", quantization.get("format"), *FORMATS)
+    check_value(path, "kv_cache_scheme", quantization.get("kv_cache_scheme"), None)
+    check_value(path, "transform_config", quantization.get("transform_config"), None, {})
     groups = quantization.get("config_groups")
     if not groups:
         raise ValueError(f"{path}: quantization_config has no config_groups; copy the file again")
     strategies = []
     for group in groups.values():
         weights = group.get("weights") or {}
-        require("format", group.get("format"), None, *FORMATS)
-        require("type", weights.get("type"), "float")
-        require("num_bits", weights.get("num_bits"), 8)
-        require("symmetric", weights.get("symmetric", True), True)
-        require("strategy", weights.get("strategy"), "tensor", "channel")
+        check_value(path, "format", group.get("format"), None, *FORMATS)
+        check_value(path, "type", weights.get("type"), "float")
+        check_value(path, "num_bits", weights.get("num_bits"), 8)
+        check_value(path, "symmetric", weights.get("symmetric", True), True)
+        check_value(path, "strategy", weights.get("strategy"), "tensor", "channel")
         strategies.append(weights["strategy"])
     return Layout("weight_scale", tuple(strategies))
 
 
-class DequantizedTensors(Mapping):
-    """The tensors of a folder in FP8: {name: tensor}. An FP8 weight is read as its values, and its scales are
-    left out. Names, shapes and types of all scales are checked at once.
+def check_value(path: Path, name: str, value, *allowed) -> None:
+    """Raise ValueError unless a field of quantization_config has one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{path}: quantization_config: {name} {value!r}: nanoTE reads "
+                         f"{' or '.join(map(repr, allowed))}; import the model in bfloat16")
 
-    headers: {name: Header}, as of FolderTensors. The values have the type of the scale.
+
+class DequantizedTensors(Mapping):
+    """The tensors of a folder in FP8: {name: tensor}. An FP8 weight is dequantized, and its scales are left
+    out. Names, shapes and types of all scales are checked in `__init__`.
+
+    headers: {name: Header}, as of FolderTensors. A dequantized weight has the type of its scale, float16 as
+    float32.
     """
 
     def __init__(self, tensors: FolderTensors, layout: Layout, folder: Path):
@@ -92,14 +95,14 @@ class DequantizedTensors(Mapping):
         for name, header in tensors.headers.items():
             if header.dtype != "F8_E4M3" or len(header.shape) != 2:
                 continue  # a vector in FP8 is refused with the other types
-            module = name.removesuffix("weight")
-            scale_name = module + layout.scale_name
-            scale = tensors.headers.get(scale_name)
-            check_scale(scale, header.shape, layout, f"{folder}: tensor {scale_name}")
+            prefix = name.removesuffix("weight")
+            scale_name = prefix + layout.scale_name
+            scale_header = tensors.headers.get(scale_name)
+            check_scale(scale_header, header.shape, layout, f"{folder}: tensor {scale_name}")
             self.scale_names[name] = scale_name
-            self.headers[name] = header._replace(dtype=scale.dtype)
+            self.headers[name] = header._replace(dtype=scale_header.dtype)
             del self.headers[scale_name]
-            self.headers.pop(f"{module}input_scale", None)  # of an input with a static scale
+            self.headers.pop(f"{prefix}input_scale", None)  # of an input with a static scale
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
@@ -132,9 +135,10 @@ def check_scale(header, weight_shape: tuple[int, ...], layout: Layout, where: st
     blocks = ((rows + BLOCK - 1) // BLOCK, (columns + BLOCK - 1) // BLOCK)
     shapes = {"tensor": (1,), "channel": (rows, 1), "block": blocks}
     allowed = [shapes[strategy] for strategy in layout.strategies]
-    if (header.shape or (1,)) not in allowed:
-        raise ValueError(f"{where} has shape {header.shape}; of a weight {weight_shape}, a scale for each "
-                         f"{' or '.join(layout.strategies)} has {' or '.join(map(str, allowed))}")
+    shape = header.shape or (1,)  # () is a scale of one element, too
+    if shape not in allowed:
+        raise ValueError(f"{where} has shape {header.shape}; a scale per {' or '.join(layout.strategies)} "
+                         f"of a weight {weight_shape} has shape {' or '.join(map(str, allowed))}")
     if header.dtype not in DTYPES:
         raise ValueError(f"{where} is {header.dtype}; nanoTE reads {', '.join(DTYPES)}")
 
@@ -190,7 +194,8 @@ def training_scales(source: Path, recipe: str, config, with_lm_head: bool) -> di
 
 
 def fp8_gemms(config, with_lm_head: bool) -> list[tuple[str, str, int]]:
-    """Return (name of the weight, its module, its number there) of the GEMMs that a run trains in FP8."""
+    """Return (name of the weight, its module, index of the GEMM in its module) of the GEMMs that a run
+    trains in FP8."""
     gemms = []
     for layer in range(config.fp8_skip_first, config.n_layer - config.fp8_skip_last):
         block = f"blocks.{layer}"
@@ -230,14 +235,14 @@ def scale_tensors(scales: dict[str, Scales], config) -> Iterator[tuple[str, torc
         if spec.name not in scales:
             continue
         for name, _ in spec.parts:
-            module = name.removesuffix("weight")
-            yield f"{module}input_scale", scales[spec.name].input.reciprocal().view(1)
-            yield f"{module}weight_scale", scales[spec.name].weight.reciprocal().view(1)
+            prefix = name.removesuffix("weight")
+            yield f"{prefix}input_scale", scales[spec.name].input.reciprocal().view(1)
+            yield f"{prefix}weight_scale", scales[spec.name].weight.reciprocal().view(1)
 
 
 def quantization_config(scales: dict[str, Scales], config) -> dict:
     """Return the entry quantization_config of config.json. It ignores linear layers that are not in FP8."""
-    ignored = ["lm_head"] if config.tie_embeddings else []
+    ignored = ["lm_head"] if config.tie_embeddings else []  # a tied head is still a Linear in transformers
     for spec in hf_weights.weight_specs(config, config.vocab_size):
         is_linear = spec.columns is not None and spec.name != "wte.weight"
         if is_linear and spec.name not in scales:
