@@ -116,7 +116,7 @@ class DequantizedTensors(Mapping):
                              "folder again")
         return values.float() if dtype == torch.float16 else values  # as FolderTensors
 
-    def __contains__(self, name) -> bool:
+    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
         return name in self.headers
 
     def __iter__(self) -> Iterator[str]:

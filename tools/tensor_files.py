@@ -17,7 +17,7 @@ from nanote import checkpoint
 from nanote.command import error_line
 from nanote.training_state import parameter_name
 
-# Parts of names in model_te.py and model_te_custom.py, and in the optimized model; replaced in this order.
+# {part of a name in other model files: in model_te_optimized.py}, replaced in this order
 NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "attn.proj.",
          "layernorm_mlp.": "mlp.", "attn.norm.": "attn.qkv.layer_norm_", "mlp.norm.": "mlp.layer_norm_",
          "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
@@ -55,7 +55,7 @@ class FolderTensors(Mapping):
         tensor = self.open_file.get_tensor(name)
         return tensor.float() if tensor.dtype == torch.float16 else tensor
 
-    def __contains__(self, name) -> bool:
+    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
         return name in self.headers
 
     def __iter__(self) -> Iterator[str]:
@@ -73,7 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(path).get("weight_map", {})
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: weight_map must be an object, tensor: file; copy the file again")
-    names = sorted({Path(str(name)).name for name in weight_map.values()})
+    names = sorted({Path(str(name)).name for name in weight_map.values()})  # never outside the folder
     if not names:
         raise ValueError(f"{folder}: no model.safetensors; a pickle (*.bin) is not read, since it can run "
                          "code: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) converts it")
@@ -126,8 +126,9 @@ class RunWeights(Mapping):
         for stored_name, entry in self.reader.entries.items():
             if not stored_name.startswith("model."):
                 continue
-            weight_name = parameter_name(stored_name)
-            name = optimized_name(weight_name)
+            # for example model.blocks.0.mlp.fc1.weight, of model_te_custom.py:
+            weight_name = parameter_name(stored_name)  # blocks.0.mlp.fc1.weight
+            name = optimized_name(weight_name)  # blocks.0.mlp.fc1_weight
             master_name = f"optimizer.{weight_name}.master_param"
             has_master = masters and master_name in self.reader.entries
             self.stored_names[name] = master_name if has_master else stored_name
@@ -138,7 +139,7 @@ class RunWeights(Mapping):
         tensor = self.reader.read([stored_name])[stored_name]
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
-    def __contains__(self, name) -> bool:
+    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
         return name in self.stored_names
 
     def __iter__(self) -> Iterator[str]:
@@ -162,20 +163,21 @@ def optimized_name(name: str) -> str:
 def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write (name, tensor) pairs as transformers does: to model.safetensors or, if they take more than
     MAX_SHARD_SIZE, to shards and model.safetensors.index.json. Holds one shard in memory."""
-    names_of_files = []  # the names of the tensors in each file
+    tensor_names_by_file = []
     total_size = 0
     for shard in checkpoint.in_shards(tensors, MAX_SHARD_SIZE):
-        path = folder / f"{len(names_of_files)}.unnamed"
+        path = folder / f"{len(tensor_names_by_file)}.unnamed"
         save_file(shard, path, {"format": "pt"})
         path.chmod(0o644)  # safetensors makes files that only their owner can read
-        names_of_files.append(list(shard))
+        tensor_names_by_file.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
-    count = len(names_of_files)
+    count = len(tensor_names_by_file)
     if count == 1:
         (folder / "0.unnamed").rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for i, names in enumerate(names_of_files):  # the names of files have their number, known only now
+    for i, names in enumerate(tensor_names_by_file):
+        # file names contain the number of shards, known only now
         file_name = f"model-{i + 1:05}-of-{count:05}.safetensors"
         (folder / f"{i}.unnamed").rename(folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
