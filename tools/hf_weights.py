@@ -30,7 +30,7 @@ def model_type(config) -> str:
         kind = "gpt2"
         wanted = {"use_rmsnorm": False, "use_qk_norm": False, "activation": "gelu",
                   "n_kv_head": config.n_head, "head_dim": config.n_embd / config.n_head}
-        if not config.bias:
+        if not config.bias:  # with bias, qkv_bias has no effect
             wanted["qkv_bias"] = False
     else:
         kind = "llama"
@@ -62,7 +62,7 @@ def hf_config(config, vocab_size: int, **others):
             embd_pdrop=config.dropout, attn_pdrop=config.attn_dropout, **others)
     config_class = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config,
                     "qwen3": transformers.Qwen3Config}[kind]
-    if kind != "qwen2":  # whose class has biases of q, k and v, and no field for them
+    if kind != "qwen2":  # Qwen2Config has no attention_bias: q, k and v always have biases
         others["attention_bias"] = config.bias
     if kind == "llama":
         others["mlp_bias"] = config.bias
@@ -108,14 +108,15 @@ def from_hf_config(hf, path: Path) -> dict:
 
 
 def require(hf, path: Path, name: str, *values) -> None:
-    """Raise ValueError unless a field of a transformers config, if it is there, has one of these values."""
+    """Raise ValueError unless a field of a transformers config has one of these values. A missing field
+    counts as the first."""
     value = getattr(hf, name, values[0])
     if value not in values:
         raise ValueError(f"{path}: {name} {value!r}: nanoTE's model has {' or '.join(map(repr, values))}")
 
 
 def check_biases(hf, path: Path) -> None:
-    """Raise ValueError for biases in some linear layers only, but for q, k and v of Qwen2."""
+    """Raise ValueError for biases in some linear layers only; Qwen2's q, k and v are exempt."""
     if hf.model_type == "llama" and hf.attention_bias != hf.mlp_bias:
         raise ValueError(f"{path}: attention_bias {hf.attention_bias}, mlp_bias {hf.mlp_bias}: nanoTE's "
                          "model has one field for both")
@@ -133,8 +134,8 @@ def check_window(hf, path: Path) -> None:
     window = getattr(hf, "sliding_window", None)
     if window is not None and window < hf.max_position_embeddings:
         raise ValueError(f"{path}: sliding_window {window}: shorter than max_position_embeddings "
-                         f"{hf.max_position_embeddings}; with {window} there the model is read, for "
-                         "sequences of that length")
+                         f"{hf.max_position_embeddings}; set max_position_embeddings to {window} to "
+                         "import it, for sequences of that length")
 
 
 def rope_options(hf, path: Path) -> dict:
@@ -194,8 +195,12 @@ def weight_specs(config, vocab_size: int) -> Iterator[WeightSpec]:
 
 
 def block_modules(config) -> list[tuple]:
-    """Return the modules of a block: our name, GPT-2's with its rows, those of Llama and Qwen with their
-    rows, and the columns of a matrix."""
+    """Return (ours, gpt2, llama, columns) of each module of a block.
+
+    ours: name prefix, to which weight or bias is appended.
+    gpt2, llama: {prefix of theirs: rows}, for GPT-2 and for Llama and Qwen.
+    columns: None for a norm.
+    """
     C = config.n_embd
     inner = config.n_inner
     width = config.n_head * config.head_dim
@@ -221,7 +226,7 @@ def module_specs(ours: str, theirs: dict[str, int], columns: int | None, config)
     weights = [(f"{name}weight", rows) for name, rows in theirs.items()]
     yield WeightSpec(f"{ours}weight", weights, columns, is_transposed=is_gpt2 and is_matrix)
     has_bias = config.bias or (config.qkv_bias and ours.endswith(".qkv."))
-    if is_gpt2 or (has_bias and is_matrix):
+    if is_gpt2 or (has_bias and is_matrix):  # a norm has a bias in GPT-2 only
         biases = [(f"{name}bias", rows) for name, rows in theirs.items()]
         yield WeightSpec(f"{ours}bias", biases, is_bias=is_matrix)
 
@@ -268,7 +273,9 @@ def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, tor
     check_headers(tensors.headers, stored_names, specs, config, folder)
     for spec in specs:
         weight = read_weight(tensors, stored_names, spec)
-        if config.bias or config.qkv_bias or not spec.is_bias:
+        # a GPT-2 without biases drops theirs, which must be zeros
+        is_dropped = spec.is_bias and not (config.bias or config.qkv_bias)
+        if not is_dropped:
             yield spec.name, weight
         elif weight.any():
             name, _ = spec.parts[-1]
@@ -279,16 +286,19 @@ def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, tor
 
 
 def names_with_prefix(tensors, config) -> dict[str, str]:
-    """Return {name in a model with lm_head: name in the folder}. Without lm_head, as in gpt2, a model's names
-    lack a prefix. Constants that old versions of transformers stored are left out."""
+    """Return {name in a model with lm_head: name in the folder}. A folder saved from a bare GPT2Model or
+    LlamaModel, as the hub's gpt2, lacks the prefix. Constants that old versions of transformers stored are
+    left out."""
     constants = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     has_prefix = not any(name.startswith(("wte.", "embed_tokens.")) for name in tensors)
     prefix = "transformer." if model_type(config) == "gpt2" else "model."
     names = {}
     for name in tensors:
-        if not name.endswith(constants):
-            is_complete = has_prefix or name == "lm_head.weight"
-            names[name if is_complete else prefix + name] = name
+        if name.endswith(constants):
+            continue
+        is_complete = has_prefix or name == "lm_head.weight"
+        full_name = name if is_complete else prefix + name
+        names[full_name] = name
     return names
 
 
