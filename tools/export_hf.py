@@ -2,9 +2,8 @@
 
     AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
 
-- The class is GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, with the logits of the
-  model file: an edit such as a cap on the logits is refused, and your own model (--model) exports where they
-  agree.
+- The class is GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM. An edited model, or
+  your own (--model), is refused where its logits differ from those of the class.
 - The embedding keeps its padding rows (50,257 → 50,304), unless the run began as an import.
 - --fp8 writes the blocks in FP8 for servers, with the scales of delayed scaling: see tools/fp8_folders.py.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
-    # The logits are compared in float32, which TE on a GPU replaces by TF32.
+    # The logits are compared in float32. TE would run float32 GEMMs in TF32.
     os.environ.setdefault("NANOTE_ENGINE", "reference")
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
@@ -144,11 +143,12 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
     tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
-    weights = RunWeights(source, masters=dtype == "float32", dtype=torch_dtype)
-    scales = {}  # of the weights that are written in FP8
     if fp8:
         scales = fp8_folders.training_scales(source, meta["config"]["fp8_recipe"], config, fp8_lm_head)
         weights = fp8_folders.QuantizedWeights(source, scales, torch_dtype)
+    else:
+        scales = {}  # no weight is written in FP8
+        weights = RunWeights(source, masters=dtype == "float32", dtype=torch_dtype)
     with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
         write_folder(unfinished, weights, scales, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
@@ -161,8 +161,9 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
                  vocab_size: int) -> None:
     """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
 
-    In float32 (up to 4 billion parameters, 16 GB) they may differ by 0.1 % of the largest: rounding makes
-    0.001 % after 12 layers, 0.014 % where the weights are ten times GPT-2's. In BF16, by 10 %: it makes 2 %.
+    float32 (up to 4 billion parameters, 16 GB): tolerance 0.1 % of the largest logit; rounding is at most
+    0.014 %, with weights ten times GPT-2's.
+    BF16: tolerance 10 %; rounding is at most 2 %.
     """
     import transformers  # slow to import
 
@@ -187,11 +188,11 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
         logits = logits[0]
     logits = logits[..., :vocab_size]
     del model  # one at a time
-    model = load_exported(folder, dtype).to(device).eval()
-    difference = (logits - model(ids).logits).abs().max().item()
+    exported = load_exported(folder, dtype).to(device).eval()
+    difference = (logits - exported(ids).logits).abs().max().item()
     largest = logits.abs().max().item()
     if not difference <= tolerance * largest:  # NaN, too
-        raise ValueError(f"{source}: its logits and those of {type(model).__name__} differ by up to "
+        raise ValueError(f"{source}: its logits and those of {type(exported).__name__} differ by up to "
                          f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class for "
                          "an edited model; share the run with its model file")
 
@@ -307,8 +308,8 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
 
 def main(argv=None) -> None:
     config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
-    source = export(config.run, config.folder, config.dtype, config.tokenizer, config.model, config.fp8,
-                    config.fp8_lm_head)
+    source = export(config.run, config.folder, dtype=config.dtype, moved_tokenizer=config.tokenizer,
+                    model_name=config.model, fp8=config.fp8, fp8_lm_head=config.fp8_lm_head)
     content = "in FP8" if config.fp8 else "with the same logits in transformers"
     package = " (pip install compressed-tensors)" if config.fp8 else ""
     print(f"{config.folder}: {source}, {content}; load it with "

@@ -7,11 +7,11 @@
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0 that has only weights. Training makes float32 masters of them.
 - Tensors are read and written one by one: host memory holds about 1 GiB of them.
-- A folder in FP8 is dequantized exactly, if tools/fp8_folders.py names its layout.
+- An FP8 folder is dequantized in the dtype of its scales; tools/fp8_folders.py lists the layouts.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
   its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
-- Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
-  recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
+- Token files must use the model's ids. Its tokenizer is recognized as byte or a tiktoken encoding; else, or
+  with a chat template, it is hf:DIR, and DIR must stay where it is.
 """
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ class ImportConfig:
     # The Hugging Face folder: config.json, model.safetensors or its shards and index, tokenizer.json.
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     run: tyro.conf.Positional[Path]  # The run folder to create, such as out/mine.
-    tokenizer: str | None = None  # Its name for data.py; None: recognized. Another gives ids new meanings.
+    tokenizer: str | None = None  # Tokenizer name; None: recognized. Another one maps ids to other tokens.
 
 
 def import_folder(folder, run, tokenizer: str | None = None) -> Path:
@@ -62,7 +62,8 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
         raise ValueError(f"{run}: step-<n> is the name of a checkpoint; use another, such as out/mine")
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json")
-    known = get_tokenizer(tokenizer or recognize_tokenizer(folder, hf), hf.vocab_size)
+    kit_tokenizer = get_tokenizer(tokenizer or recognize_tokenizer(folder, hf), hf.vocab_size)
+    # a multiple of 32 stays; else pad as train.py does
     rows = hf.vocab_size if hf.vocab_size % 32 == 0 else models.padded_vocab_size(hf.vocab_size)
     config = TrainConfig(**options, vocab_size=rows, preset="hf", out_dir=str(run),
                          seq_len=min(1024, hf.max_position_embeddings))
@@ -70,7 +71,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     for name in ("n_kv_head", "head_dim", "n_inner"):  # the model derives those that are None
         setattr(config, name, getattr(model_config, name))
     meta = {"config": dataclasses.asdict(config), "model": models.portable_name(config.model),
-            "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
+            "model_config": dataclasses.asdict(model_config), "tokenizer": kit_tokenizer.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
     weights = padded_weights(folder, model_config, hf.vocab_size, rows)
     with new_folder(run, "name another folder", lambda names: check_new(run)) as unfinished:
@@ -95,8 +96,11 @@ def read_config(folder: Path):
 
 
 def recognize_tokenizer(folder: Path, hf) -> str:
-    """Return data.py's name for the folder's tokenizer.json: the one in config.json (of export_hf.py) or
-    BY_SIZE, if it has the same tokens and ids of PROBE; else, and with a chat template, hf:DIR."""
+    """Return the name of the folder's tokenizer for data.py.
+
+    It is byte or a tiktoken encoding, as config.json (of export_hf.py) or BY_SIZE says, if tokens and the ids
+    of PROBE are equal. Else, or with a chat template, it is hf:DIR.
+    """
     theirs = get_tokenizer(f"hf:{folder}")
     vocabulary = theirs.encoding.get_vocab(with_added_tokens=True)
     name = getattr(hf, "nanote", {}).get("tokenizer") or BY_SIZE.get(len(vocabulary))
