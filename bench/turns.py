@@ -5,10 +5,10 @@
 A case is ARM:SHAPE of benchmark_te.py, LAYOUT:SHAPE on two GPUs (ddp or fsdp), loops (those of README, as
 bench/minimal.py makes them), or host (the same with so few tokens that their times are Python's).
 
-Each checkout has a process a GPU, whose working directory and first import folder are the checkout. It makes
-the step and warms up; then the two take turns in an order that alternates. A turn's figure is its median
-step. Printed are the medians over the turns, and the median of the ratios of speed, the second checkout over
-the first, with its range over the turns. The exit code is 1 if a case has an error.
+Each checkout gets one process per GPU, which runs in the checkout and imports from it. It makes the step and
+warms up; then the two take turns in an order that alternates. A turn's figure is its median step. Printed are
+the medians over the turns, and the median of the ratios of speed, the second checkout over the first, with
+its range over the turns. The exit code is 1 if a case has an error.
 """
 import sys
 from pathlib import Path
@@ -61,8 +61,8 @@ class Side:
             raise OSError(f"{self.tree}: a process ended; its message is above")
         return [json.loads(line) for line in lines]
 
-    def turn(self) -> dict:
-        """Run a turn -> {function: ms of its median step, on the slowest GPU}."""
+    def run_turn(self) -> dict:
+        """Run a turn. Return {function: ms of its median step, on the slowest GPU}."""
         for worker in self.workers:
             worker.stdin.write("turn\n")
             worker.stdin.flush()
@@ -77,29 +77,35 @@ class Side:
 
 
 def compare(case: str, trees: list[Path]) -> list[dict]:
-    """Run both checkouts in turns -> a row for each function of the case."""
-    sides = [Side(tree, case) for tree in trees]
-    found = [[], []]
+    """Run both checkouts in turns. Return a row for each function of the case."""
+    old, new = [Side(tree, case) for tree in trees]
+    old_turns = []
+    new_turns = []
     try:
-        losses = [side.answers()[0] for side in sides]  # both are warm before the first turn
-        for turn in range(TURNS):
-            order = (0, 1) if turn % 2 == 0 else (1, 0)
-            for number in order:
-                found[number].append(sides[number].turn())
+        # rank 0's; each answers when it is warm
+        old_losses = old.answers()[0]
+        new_losses = new.answers()[0]
+        for number in range(TURNS):
+            if number % 2 == 0:
+                old_turns.append(old.run_turn())
+                new_turns.append(new.run_turn())
+            else:
+                new_turns.append(new.run_turn())
+                old_turns.append(old.run_turn())
     finally:
-        for side in sides:
-            side.end()
+        old.end()
+        new.end()
     rows = []
-    common = [name for name in losses[1] if name in losses[0]]  # an older checkout has fewer loops
+    common = [name for name in new_losses if name in old_losses]  # an older checkout has fewer loops
     for name in common:
-        old_ms = [turn[name] for turn in found[0]]
-        new_ms = [turn[name] for turn in found[1]]
-        ratios = [old / new for old, new in zip(old_ms, new_ms)]
+        old_ms = [result[name] for result in old_turns]
+        new_ms = [result[name] for result in new_turns]
+        ratios = [old_time / new_time for old_time, new_time in zip(old_ms, new_ms)]
         rows.append({
             "case": case, "function": name, "ms": [old_ms, new_ms],
             "median_ms": [statistics.median(old_ms), statistics.median(new_ms)],
             "ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)],
-            "loss": [side[name] for side in losses]})
+            "loss": [old_losses[name], new_losses[name]]})
     return rows
 
 
