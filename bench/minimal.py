@@ -4,10 +4,10 @@
 
 - readme         README's loop with the copied files: delayed scaling, float32 masters in FusedAdam
 - fast           README's second loop: model_te_fast.py and FastAdam
-- example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
+- example        the step of examples/minimal.py: adds data, parameter groups, clipping and the schedule
 - readme_eager, fast_eager, example_eager    the three without CUDA graphs, launched from Python
 - nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
-- nanogpt        the same as its train.py has it: float32 weights under BF16 autocast, clipping
+- nanogpt        nanoGPT as its train.py trains it: float32 weights under BF16 autocast, clipping
 
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
 steps, with its 95 % interval. Without --nanogpt the last two are left out. Without a GPU there are no CUDA
@@ -43,7 +43,7 @@ from nanote.models import pick_device
 
 VOCAB_SIZE = 50304
 LR = 1e-4
-WARMUP = 5 if torch.cuda.is_available() else 1  # first scales, compilation
+WARMUP = 5 if torch.cuda.is_available() else 1  # first scales, compilation, capture
 
 
 @dataclass
@@ -81,8 +81,10 @@ def readme_loop(options, device) -> dict:
 
 
 def with_and_without_graphs(name, train: CudaGraph, make_arguments) -> dict:
-    """Return functions that call train(*make_arguments()), replayed and launched from Python. They train one
-    model, since two would not fit into 80 GB beside nanoGPT's."""
+    """Return {name: replayed, name_eager: launched from Python}, two functions of train(*make_arguments()).
+
+    They train one model, since two would not fit into 80 GB beside nanoGPT's.
+    """
     return {name: lambda: train(*make_arguments()),
             f"{name}_eager": lambda: train.function(*make_arguments())}
 
@@ -104,31 +106,34 @@ def fast_loop(options, device) -> dict:
 
 
 def example_loop(options, device) -> dict:
-    """Return functions that train one step of examples/minimal.py, which --steps 0 makes the parts of."""
+    """Return functions that train one step of examples/minimal.py.
+
+    Run with --steps 0, the script builds everything and trains nothing; runpy returns its globals.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "tokens.bin")
         np.random.default_rng(0).integers(0, VOCAB_SIZE, 2**20, dtype=np.uint16).tofile(file)
         arguments = [file, "--layers", options.layers, "--width", options.width, "--batch", options.batch,
                      "--length", options.seq_len, "--steps", 0, "--lr", LR, "--out", f"{folder}/model.pt"]
         with mock.patch.object(sys, "argv", ["minimal.py", *map(str, arguments)]):
-            parts = runpy.run_path(str(ROOT / "examples/minimal.py"))
+            script = runpy.run_path(str(ROOT / "examples/minimal.py"))
 
     def set_rate_and_get_batch():
-        for group in parts["optimizer"].param_groups:
-            group["lr"].fill_(parts["learning_rate"](1))
-        return parts["get_batch"](parts["train_tokens"])
+        for group in script["optimizer"].param_groups:
+            group["lr"].fill_(script["learning_rate"](1))
+        return script["get_batch"](script["train_tokens"])
 
-    return with_and_without_graphs("example", parts["train"], set_rate_and_get_batch)
+    return with_and_without_graphs("example", script["train"], set_rate_and_get_batch)
 
 
 def nanogpt_loop(options, device, dtype):
     """Return a function that trains one step of nanoGPT, with weights in `dtype`."""
     config = TrainConfig(**options.sizes(), seq_len=options.seq_len, lr=LR)
-    made = nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, dtype=dtype)
+    train_step = nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, dtype=dtype)
 
     def step():
         tokens = random_tokens(options, device)
-        return made([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())], LR)[0]
+        return train_step([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())], LR)[0]
 
     return step
 
@@ -147,7 +152,7 @@ def make_loops(options, device) -> dict:
 
 
 def loss_of(output) -> float:
-    """Return the loss of a step, which minimal.py's returns with the gradient norm."""
+    """Return the loss of a step. examples/minimal.py returns (loss, norm)."""
     return output.flatten()[0].item()
 
 
