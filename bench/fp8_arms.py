@@ -11,8 +11,8 @@ scaling stay as they are.
   operand is dequantized for it, and there is no fast accumulation. wgrad is rounded to BF16, as in BF16
   training.
 - dgrad in float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
-  has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit's default uses it where K is at most 3,072 and it
-  is faster.
+  has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit uses fast accumulation where K <= 3,072 if timing
+  finds it faster.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
   probabilities that make its mean exact. The random numbers are PyTorch's and not part of a checkpoint: a run
@@ -50,18 +50,21 @@ def changed(arm: str):
 
 def one_in_fp8(operand: str) -> list:
     """Return the replacements that leave one operand in FP8: "input", "weight" or "output_gradient"."""
-    in_bf16 = {
-        casts: dict(norm=norm, norm_backward=norm_backward, activate=activate,
-                    activate_backward=activate_backward, cast=cast),
-        loss: dict(cast_gradient=cast_gradient),
-        modules.Module: dict(quantized_weight=quantized_weight),
-    }
+    in_bf16 = [  # (owner, name, function in BF16)
+        (casts, "norm", norm),
+        (casts, "norm_backward", norm_backward),
+        (casts, "activate", activate),
+        (casts, "activate_backward", activate_backward),
+        (casts, "cast", cast),
+        (loss, "cast_gradient", cast_gradient),
+        (modules.Module, "quantized_weight", quantized_weight),
+    ]
     replacements = [
         (fused, "gemm", bf16_gemm),
         (modules.Module, "_gemm_quantizations", quantizations_of_one(operand))]
-    for owner, functions in in_bf16.items():
-        for name, function in functions.items():
-            replacements.append((owner, name, by_dtype(getattr(owner, name), function)))
+    for owner, name, function in in_bf16:
+        original = getattr(owner, name)
+        replacements.append((owner, name, by_dtype(original, function)))
     return replacements
 
 
@@ -81,7 +84,7 @@ def by_dtype(original, in_bf16):
     """Return a function that calls `in_bf16` if the dtype to quantize to is BF16, else `original`."""
     def function(*arguments, **options):
         dtypes = []
-        for argument in arguments:
+        for argument in arguments:  # cast_gradient takes a dtype, the others a Quantization
             if isinstance(argument, Quantization):
                 dtypes.append(argument.fp8_dtype)
             elif isinstance(argument, torch.dtype):
@@ -148,7 +151,7 @@ def dequantized(x, scale_inv):
     """Return an operand of `bf16_gemm` in BF16."""
     if x.dtype == torch.bfloat16:
         return x
-    return x.to(torch.bfloat16).mul_(scale_inv)  # of float32: multiplies in float32, then rounds
+    return x.to(torch.bfloat16).mul_(scale_inv)  # scale_inv is float32: the product is rounded once
 
 
 # ---------------------------------------------------------------- stochastic rounding
@@ -179,7 +182,7 @@ def round_stochastically(x, scale):
 
 # ---------------------------------------------------------------- the arms
 
-CHANGES = {  # {arm of bench/paired.py: function that returns (owner, name, replacement) of what it replaces}
+CHANGES = {  # {arm of bench/paired.py: function that returns [(owner, name, replacement), …]}
     "fp8-activations": lambda: one_in_fp8("input"),
     "fp8-weights": lambda: one_in_fp8("weight"),
     "fp8-gradients": lambda: one_in_fp8("output_gradient"),
