@@ -14,15 +14,14 @@ A run consists of parts. Each loads the state that the part before it saved, wei
 
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
-The run that an arm is compared with is BF16 in all parts. Arms share the parts before their own. BF16 up to
-`start` is saved after each quarter of the run, so that windows share it, too: --start 0.5 begins with what
---start 0.25 --stop 0.5 is compared with. The learning rate is that of the whole run of --tokens, of which
-`start`, `stop` and `end` are fractions.
+The baseline is BF16 in all parts. An arm loads the baseline's checkpoint at `start`. The baseline is also
+saved at every quarter before `start`, so runs with other --start reuse it. The learning rate is that of the
+whole run of --tokens, of which `start`, `stop` and `end` are fractions.
 
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
 
-An arm is a set of options of train.py, below in ARMS. Some need more, which bench/fp8_arms.py replaces:
+An arm is a set of options of train.py, below in ARMS. Some also replace functions (bench/fp8_arms.py):
 
     fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
     fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
@@ -88,7 +87,7 @@ ARMS = {  # {name: options of train.py}
     "fp8-stochastic-logits": dict(model="fast"),
     "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
 }
-# Arms for which bench/fp8_arms.py replaces functions
+# keys of fp8_arms.CHANGES, whose import needs Triton
 CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-dgrad-float32", "fp8-scales-1",
                "fp8-stochastic-logits")
 MODERN = dict(
@@ -104,6 +103,9 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
 # 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+
+# Fields, besides the seed, that both runs of a pair share
+PAIR = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
 
 
 @dataclass
@@ -127,13 +129,13 @@ class Options:
         config = TrainConfig(**SIZES[self.size])
         return config.grad_accum * config.micro_batch_size * config.seq_len
 
-    def lengths(self) -> list["Options"]:
-        """Return these options with one length each, as the functions below take them."""
+    def one_length_each(self) -> list["Options"]:
+        """Return a copy of the options for each length of --tokens. `steps` is defined for such a copy."""
         return [replace(self, tokens=[tokens]) for tokens in self.tokens]
 
     @property
     def steps(self) -> int:
-        tokens, = self.tokens
+        tokens = self.tokens[0]  # of one_length_each
         return math.ceil(tokens / self.tokens_per_step)
 
     @property
@@ -277,7 +279,7 @@ def load_state(folder: Path, model, optimizer) -> None:
     needed = training_state.weights_of(model)
     kit_names = names_of_kit(model.config.n_layer)
     nanogpt_names = {kit: name for name, kit in kit_names.items()}
-    other_names = kit_names | nanogpt_names
+    other_names = kit_names | nanogpt_names  # {either model's name: the other's}
     renamed = {}
     for stored_name, tensor in stored.items():
         name = training_state.parameter_name(stored_name)
@@ -295,7 +297,7 @@ def load_state(folder: Path, model, optimizer) -> None:
 def train_seeds(options: Options) -> bool:
     """Train the runs of all lengths and seeds on one device. Return whether they are complete in time."""
     deadline = clock() + 60 * options.minutes
-    return all(train_length(of_length, deadline) for of_length in options.lengths())
+    return all(train_length(single, deadline) for single in options.one_length_each())
 
 
 def train_length(options: Options, deadline: float) -> bool:
@@ -347,14 +349,15 @@ def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
 
 def run_record(options: Options, arm: str, seed: int) -> dict:
     """Return the record of a complete run for the JSON."""
+    parts = parts_of_run(options, arm, seed)
+    metas = [checkpoint.read_meta(checkpoint.latest(part.folder)) for part in parts]
     losses = []
     ms_per_step = []
-    for part in parts_of_run(options, arm, seed):
-        meta = checkpoint.read_meta(checkpoint.latest(part.folder))
+    for part, meta in zip(parts, metas):
         losses += meta["losses"]
         if part.arm == arm:
             ms_per_step += meta["ms_per_step"]
-    last = meta  # of the last part
+    last = metas[-1]
     return {
         "size": options.size, "arm": arm, "seed": seed, "steps": options.steps, "lr": options.lr,
         "train_sha256": last["train_sha256"],
@@ -364,10 +367,6 @@ def run_record(options: Options, arm: str, seed: int) -> dict:
         "losses": [round(loss, 6) for loss in losses], "val_loss": last["val_loss"],
         "val_loss_without_fp8": last.get("val_loss_without_fp8"),
         "machine": last["machine"], "commit": last["commit"]}
-
-
-# What the runs of a pair have in common, with the seed.
-PAIR = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
 
 
 def summarize(runs: list[dict]) -> list[dict]:
@@ -380,11 +379,11 @@ def summarize(runs: list[dict]) -> list[dict]:
 
 def pairs_by_row(runs: list[dict]) -> list[list[tuple]]:
     """Return the pairs of each row of `summarize`: (the arm's run, BF16's) for each seed that has both."""
-    baselines = {}  # {what a pair has in common: BF16's run}
+    baselines = {}  # {pair_of(run): BF16's run}
     for run in runs:
         if run["arm"] == BASELINE:
             baselines[pair_of(run)] = run
-    pairs = {}  # {what a row has in common: its pairs}
+    pairs = {}  # {(arm, *fields of PAIR): pairs of a row}
     for run in runs:
         baseline = baselines.get(pair_of(run))
         if run["arm"] != BASELINE and baseline is not None:
@@ -426,34 +425,29 @@ def median_speed(pairs: list[tuple]) -> float | None:
 
 
 def pair_of(run: dict) -> tuple:
-    """Return what a run has in common with the run that it is compared with."""
+    """Return the values that a run shares with its baseline."""
     return tuple(run[name] for name in ("seed", *PAIR))
 
 
 def training_loss(run: dict) -> float:
     """Return the mean training loss of the last steps, as many as a tenth of the whole run has, also where
     the run ends earlier."""
-    return statistics.mean(run["losses"][-max(1, run["steps"] // 10):])
+    count = max(1, run["steps"] // 10)
+    return statistics.mean(run["losses"][-count:])
 
 
 def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
 
-    The arm needs (nearest / tokens)^(gap / fall) times as many tokens. `nearest` is the nearest other length
-    of whole runs, `gap` the arm's loss above BF16's, `fall` how much BF16's loss falls to that length.
+    BF16's loss is taken as linear in log(tokens) between two lengths of whole runs: this row's, and the
+    nearest other one, where BF16's loss is lower by `fall`. The arm's loss is higher than BF16's by `gap`. So
+    the arm needs (nearest tokens / tokens)^(gap / fall) times as many tokens.
+
     None without such runs, or if the gap is larger than the fall, since that is too far to extrapolate.
     """
     if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
         return None
-
-    def is_other_length(other):
-        same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-        return other["tokens"] != row["tokens"] and all(other[name] == row[name] for name in same)
-
-    def distance(other):
-        return abs(math.log(other["tokens"] / row["tokens"]))
-
-    nearest = min(filter(is_other_length, rows), key=distance, default=None)
+    nearest = nearest_length(row, rows)
     if nearest is None:
         return None
     fall = row["baseline_training_loss"] - nearest["baseline_training_loss"]
@@ -462,6 +456,21 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
         return None
     more_tokens = (nearest["tokens"] / row["tokens"]) ** (gap / fall)
     return row["speed"] / more_tokens
+
+
+def nearest_length(row: dict, rows: list[dict]) -> dict | None:
+    """Return the row of the same arm whose number of tokens is the nearest other one, None without such."""
+    others = [other for other in rows if is_other_length(other, row)]
+    return min(others, key=lambda other: distance(other, row), default=None)
+
+
+def is_other_length(other: dict, row: dict) -> bool:
+    same = ("arm", "size", "train_sha256", "lr", "start", "stop")
+    return other["tokens"] != row["tokens"] and all(other[name] == row[name] for name in same)
+
+
+def distance(other: dict, row: dict) -> float:
+    return abs(math.log(other["tokens"] / row["tokens"]))
 
 
 def main_table(rows: list[dict]) -> str:
@@ -505,10 +514,10 @@ def add_runs(options: Options, argv) -> list[dict]:
     if options.json.exists():
         document = json.loads(options.json.read_text())
     new = []
-    for of_length in options.lengths():
+    for single in options.one_length_each():
         for seed in options.seeds:
             for arm in (BASELINE, *options.arms):
-                new.append(run_record(of_length, arm, seed))
+                new.append(run_record(single, arm, seed))
     new_keys = [(run["arm"], pair_of(run)) for run in new]
     kept = [run for run in document["runs"] if (run["arm"], pair_of(run)) not in new_keys]
     command = command_line("bench/paired.py", argv)
