@@ -124,7 +124,7 @@ class FastConfig:
     def __post_init__(self):  # LayerNormMLP checks the activation
         set_sizes(self)
         if self.rope_scaling is not None:
-            read_scaling(self.rope_scaling)
+            read_scaling(self.rope_scaling)  # raises ValueError for a wrong one
 
 
 def norm_options(config):
@@ -331,12 +331,15 @@ def check_multiples(config, **multiples):
 
 
 def read_scaling(text):
-    """Return the four numbers of `rope_scaling`. Raise ValueError for another text."""
+    """Return the four numbers of `rope_scaling`. Raise ValueError for another value."""
     try:
         factor, low, high, context = map(float, text.split(":"))
-    except ValueError:
-        raise ValueError(f"rope_scaling={text!r}: must be FACTOR:LOW:HIGH:CONTEXT, such as 8:1:4:8192 of "
-                         "Llama 3.1") from None
+        is_right = factor > 0 and 0 <= low < high and context > 0
+    except (AttributeError, ValueError):  # no text, or no four numbers
+        is_right = False
+    if not is_right:
+        raise ValueError(f"rope_scaling={text!r}: must be a text FACTOR:LOW:HIGH:CONTEXT, FACTOR above 0 and "
+                         "LOW below HIGH; 8:1:4:8192 works, of Llama 3.1")
     return factor, low, high, context
 
 

@@ -15,7 +15,8 @@ scaling stay as they are.
   finds it faster.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
-  probabilities that make its mean exact. The random numbers are PyTorch's and not part of a checkpoint: a run
+  probabilities that make its mean exact; before that it is rounded to float16, which has 256 values between
+  the two. The random numbers are PyTorch's and not part of a checkpoint: a run
   that is cut continues with others.
 """
 

@@ -440,8 +440,9 @@ def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
     """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
 
     BF16's loss is taken as linear in log(tokens) between two lengths of whole runs: this row's, and the
-    nearest other one, where BF16's loss is lower by `fall`. The arm's loss is higher than BF16's by `gap`. So
-    the arm needs (nearest tokens / tokens)^(gap / fall) times as many tokens.
+    nearest other one, where BF16's loss is lower by `fall`, negative if that run is shorter. The arm's loss
+    is higher than BF16's by `gap`. So the arm needs (nearest tokens / tokens)^(gap / fall) times as many
+    tokens.
 
     None without such runs, or if the gap is larger than the fall, since that is too far to extrapolate.
     """

@@ -298,17 +298,16 @@ class _Plan:
         beta = ONE if self.accumulate else ZERO
         with _lock:  # cuBLASLt reads the descriptor before it returns
             value.value = b_scale_inv.data_ptr()  # b is its first operand
-            status = set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES)
+            _check_status(set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES))
             value.value = a_scale_inv.data_ptr()
-            status |= set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES)
+            _check_status(set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES))
             if bias is not None:
                 value.value = bias.data_ptr()
-                status |= set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES)
-            status |= library.cublasLtMatmul(  # 0 only if all calls return 0
+                _check_status(set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES))
+            _check_status(library.cublasLtMatmul(
                 _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
                 beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
-                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index))
-        _check_status(status)
+                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
 def _make_layout(x):

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
+PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def ceil_div(a, b):
@@ -81,18 +82,29 @@ def operation(schema, setup_context=None, backward=None):
             LIBRARY.impl(name, on_device, key)
         op = getattr(torch.ops.fast_kernels, name).default
         torch.library.register_fake(op, function, lib=LIBRARY)
-        eager = on_device
-        if backward is not None:
-            torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
-            eager = _autograd_function(name, on_device, setup_context, backward).apply
+        if backward is None:
+            @functools.wraps(function)
+            def call(*args):
+                return op(*args) if is_tracing() else on_device(*args)
+            return call
+
+        torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
+        with_autograd = _autograd_function(name, on_device, setup_context, backward).apply
 
         @functools.wraps(function)
-        def call(*args):
-            return op(*args) if is_tracing() else eager(*args)
-
-        return call
+        def call_with_autograd(*args):
+            return op(*args) if is_tracing() or not _are_plain(args) else with_autograd(*args)
+        return call_with_autograd
 
     return register
+
+
+def _are_plain(args):
+    """Return whether nothing but autograd has to see an operation: no transform of torch.func, and no tensor
+    of a class that defines what operations do, such as a Float8Tensor or a DTensor."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(type(x) in PLAIN for x in args if isinstance(x, torch.Tensor))
 
 
 def _autograd_function(name, forward, setup_context, backward):

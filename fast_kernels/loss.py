@@ -64,6 +64,9 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
     if torch.compiler.is_compiling():
         quantization = None
+    # a kernel takes each number always as a float
+    label_smoothing = float(label_smoothing)
+    softcap = None if softcap is None else float(softcap)
     loss, _, _ = _cross_entropy(
         logits, labels.contiguous(), label_smoothing, softcap, *as_arguments(quantization))
     return loss

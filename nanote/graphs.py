@@ -127,11 +127,18 @@ class CudaGraph:
         variant.kept = kept
 
 
-def runs_on_gpu(tensors) -> bool:
-    """Return whether a function of these tensors runs on a GPU."""
-    if not tensors:
+def runs_on_gpu(arguments: list) -> bool:
+    """Return whether a function of these tensors runs on a GPU. TypeError or ValueError for arguments that a
+    replay could not read."""
+    for argument in arguments:
+        if not isinstance(argument, torch.Tensor):
+            raise TypeError(f"CudaGraph: an argument is a {type(argument).__name__}: must be a tensor; pass "
+                            "another value by keyword, and each value has its own graph")
+    if not arguments:
         return torch.cuda.is_available()
-    return any(tensor.is_cuda for tensor in tensors)
+    if len({tensor.is_cuda for tensor in arguments}) > 1:
+        raise ValueError("CudaGraph: arguments on the CPU and on the GPU: must be on one; use .to()")
+    return arguments[0].is_cuda
 
 
 def copy_of(output):

@@ -108,6 +108,7 @@ def start(arguments: str, cwd, **options) -> subprocess.Popen:
 def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     process = start(f"{TRAIN} --max-steps 100000 --out-dir {tmp_path}/run", world)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
         time.sleep(0.01)  # until PyTorch is being imported
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)

@@ -240,7 +240,7 @@ TORCH_CHECKPOINT = """                        x = torch.utils.checkpoint.checkpo
                             use_reentrant=True)
 """
 PACKED = """        self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init,
+            config.n_embd, q_size + 2 * kv_size, bias=has_qkv_bias, init_method=normal_init,
             **norm_options(config))
 """
 SEPARATE = """        for name, size in dict(q=q_size, k=kv_size, v=kv_size).items():

@@ -267,3 +267,26 @@ def test_in_a_cuda_graph(fp8_dtype):
         labels.add_(1).remainder_(1040)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+def test_an_fp8_tensor_as_logits_is_dequantized():
+    """A class of tensors says itself what operations do, and is not passed to the kernel."""
+    rowwise = torch.randn(16, 32, device=DEVICE).to(torch.float8_e4m3fn)
+    logits = Float8Tensor(rowwise, rowwise.T.contiguous(), torch.full((1,), 0.5, device=DEVICE))
+    labels = torch.arange(16, device=DEVICE)
+    torch.testing.assert_close(cross_entropy(logits, labels), cross_entropy(logits.dequantize(), labels))
+
+
+def test_vmap_calls_it_for_each_batch():
+    logits = torch.randn(3, 16, 32, device=DEVICE)
+    labels = torch.arange(16, device=DEVICE)
+    losses = torch.vmap(lambda x: cross_entropy(x, labels))(logits)
+    torch.testing.assert_close(losses, torch.stack([cross_entropy(x, labels) for x in logits]))
+
+
+def test_a_cap_may_be_a_whole_number():
+    logits = torch.randn(16, 32, device=DEVICE)
+    labels = torch.arange(16, device=DEVICE)
+    losses = [cross_entropy(logits, labels, softcap=cap) for cap in (30, 30.0)]
+    expected = cross_entropy_reference(logits, labels, softcap=30.0).item()
+    assert losses[0] == losses[1] == pytest.approx(expected)

@@ -120,12 +120,15 @@ def fp8_tensor(rows, columns):
     return casts.allocate_fp8(torch.empty(0, device=DEVICE), rows, columns, torch.float8_e4m3fn)
 
 
-def test_scales_of_1_are_not_found_on_the_first_batch():
-    model = FastGPT2Model(FastConfig(**SMALL, use_fp8=True)).to(DEVICE, torch.bfloat16)
-    tokens = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
+def test_scales_of_1_are_not_found_on_the_first_batch(monkeypatch):
+    monkeypatch.delenv("NANOTE_ENGINE", raising=False)
+    config = TrainConfig(
+        **SMALL, model="fast", dtype="bfloat16", seq_len=16, micro_batch_size=1, cuda_graph="off")
+    device = torch.device(DEVICE)
+    batches = make_batches(config, device)
     with fp8_arms.changed("fp8-scales-1"):
-        recipes.find_first_scales(model, (tokens, tokens), 1)
-    assert recipes.is_fresh(model)
+        assert recipes.is_fresh(Training(config, device, batches).model)
+    assert not recipes.is_fresh(Training(config, device, batches).model)
 
 
 def test_stochastic_rounding_is_right_in_the_mean():

@@ -325,6 +325,19 @@ def test_with_tensors_on_the_cpu_the_function_is_called():
     assert (graph(torch.ones(())) == 5).all(), "another shape"
 
 
+@pytest.mark.parametrize("argument", [3, None, "word"])
+def test_an_argument_that_is_no_tensor_is_one_line(argument):
+    graph = CudaGraph(lambda x, other: x)
+    with pytest.raises(TypeError, match="must be a tensor; pass another value by keyword"):
+        graph(torch.ones(2), argument)
+
+
+@gpu
+def test_tensors_on_two_devices_are_one_line():
+    with pytest.raises(ValueError, match="arguments on the CPU and on the GPU: must be on one"):
+        CudaGraph(torch.add)(torch.ones(2, device="cuda"), torch.ones(()))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is captured")
 def test_without_a_gpu_a_function_of_nothing_is_called():
     calls = []

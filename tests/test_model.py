@@ -53,7 +53,8 @@ def test_a_model_generates_in_inference_mode_and_trains_on():
     (dict(n_head=12, n_kv_head=5), ("n_kv_head", "5", "n_head=12", "one of [12, 6, 4, 3, 2, 1] works")),
     (dict(n_embd=60, n_head=4, use_rotary=True), ("head_dim", "15", "multiple of 2", "16 works")),
     (dict(n_head=4, n_kv_head=1, head_dim=24, use_fp8=True), ("head_dim", "24", "use_fp8=True", "32 works")),
-    (dict(rope_scaling="8:1:4"), ("rope_scaling", "8:1:4", "FACTOR:LOW:HIGH:CONTEXT", "8:1:4:8192 works")),
+    *((dict(rope_scaling=value), ("rope_scaling", "FACTOR:LOW:HIGH:CONTEXT", "8:1:4:8192"))
+      for value in ("8:1:4", "0:1:4:8192", "8:4:4:8192", {"rope_type": "llama3"}, (8, 1, 4, 8192))),
     (dict(activation="relu6"), ("activation", "relu6", "gelu")),
     (dict(attention="fast"), ("attention", "fast", "sdpa"))])
 def test_a_bad_configuration_says_what_works(fields, words):
