@@ -21,9 +21,11 @@ class Tokenizer:
         self.stop_tokens = {self.eot}
         self.bos = None
         self.start = self.eot
+        self.prepends_space = False
 
-    def encode_bytes(self, raw):
-        """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are plain text."""
+    def encode_bytes(self, raw, is_first=True):
+        """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are plain text.
+        is_first: the bytes begin a document."""
         if self.encoding is None:
             return np.frombuffer(raw, dtype=np.uint8)
         return self.encoding.encode_to_numpy(raw.decode("utf-8"), disallowed_special=())
@@ -38,9 +40,11 @@ class Tokenizer:
             return bytes((token,))
         return self.encoding.decode_single_token_bytes(token)
 
-    def decode(self, ids):
-        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, BOS or a stop token the empty string."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+    def decode(self, ids, is_first=False):
+        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, BOS or a stop token the empty string.
+        is_first: the ids begin a text; the space that the tokenizer prepends to it is left out."""
+        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if is_first and self.prepends_space else text
 
     def decode_bytes(self, ids):
         """Decode ids to bytes, without BOS and stop tokens."""
@@ -84,6 +88,8 @@ class HfTokenizer(Tokenizer):
                              "folder that has it with --tokenizer hf:DIR") from error
         for token in {self.start, self.eot}:
             self.encoding.add_special_tokens([self.encoding.id_to_token(token)])  # never found in a text
+        self.inner = self.encoding if self.is_byte_level else without_prefix(self.encoding)
+        self.prepends_space = self.inner.encode("a").ids != self.encoding.encode("a").ids
         self.vocab_size = max(self.encoding.get_vocab(with_added_tokens=True).values()) + 1
         self.added = self.encoding.get_added_tokens_decoder()
         self.byte_of = {character: byte for byte, character in enumerate(byte_characters())}
@@ -129,11 +135,12 @@ class HfTokenizer(Tokenizer):
             token = token["content"]
         return self.encoding.token_to_id(token or "")
 
-    def encode_bytes(self, raw, special_tokens=False):
+    def encode_bytes(self, raw, is_first=True, special_tokens=False):
         """Encode UTF-8 bytes. With `special_tokens`, special tokens in the text become tokens."""
-        if self.encoding.encode_special_tokens == special_tokens:  # threads share it: set it only once
-            self.encoding.encode_special_tokens = not special_tokens
-        encoded = self.encoding.encode_batch_fast([raw.decode("utf-8")], add_special_tokens=False)
+        encoding = self.encoding if is_first else self.inner
+        if encoding.encode_special_tokens == special_tokens:  # threads share it: set it only once
+            encoding.encode_special_tokens = not special_tokens
+        encoded = encoding.encode_batch_fast([raw.decode("utf-8")], add_special_tokens=False)
         return np.array(encoded[0].ids, dtype=np.uint32)
 
     def token_bytes(self, token):
@@ -146,6 +153,18 @@ class HfTokenizer(Tokenizer):
             match = re.fullmatch("<0x([0-9A-F]{2})>", text)
             return bytes.fromhex(match[1]) if match else text.replace("▁", " ").encode()
         return bytes(self.byte_of[character] for character in text)
+
+
+def without_prefix(encoding):
+    """Return a copy of a SentencePiece tokenizer that prepends no space: for text inside a document."""
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+    inner = Tokenizer.from_str(encoding.to_str())
+    if isinstance(inner.normalizer, normalizers.Sequence):
+        others = [part for part in inner.normalizer if not isinstance(part, normalizers.Prepend)]
+        inner.normalizer = normalizers.Sequence(others)
+    if isinstance(inner.pre_tokenizer, pre_tokenizers.Metaspace):
+        inner.pre_tokenizer.prepend_scheme = "never"
+    return inner
 
 
 def end_of_text_ids(config):

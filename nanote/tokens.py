@@ -176,7 +176,7 @@ def hash_fraction(raw):
 def encoded(documents, encoder, val_fraction, pool):
     """Yield (piece, its tokens) for each Piece of each document."""
     def encode(piece):
-        tokens = encoder.encode_bytes(piece.raw) if piece.raw else np.array([encoder.eot])
+        tokens = encoder.encode_bytes(piece.raw, piece.is_first) if piece.raw else np.array([encoder.eot])
         if encoder.bos is not None and piece.is_first:
             tokens = np.append(encoder.bos, tokens)
         return piece, tokens

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import data
-from hf_folders import edit_json, make_tokenizer
+from hf_folders import edit_json, make_sentencepiece, make_tokenizer
 from nanote.loader import Loader
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from nanote.tokens import open_tokens, sha256, write_tokens
@@ -333,6 +333,30 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(fields, start):
     loader = Loader(config, "train", SimpleNamespace(rank=0, count=1))
     [inputs, _, starts], _ = next(loader.evaluation(16))
     assert starts.tolist()[:3] == [0, expected.index(2) + (start is not None), 16]
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+
+
+@pytest.mark.parametrize("fields", [{}, {"normalizer": None, "pre_tokenizer": METASPACE}],
+                         ids=["Prepend", "Metaspace"])
+def test_a_space_is_prepended_to_a_document_only(fields):
+    """As transformers does with the whole document: not to an answer, nor to a later piece of a file."""
+    import transformers
+    Path("bpe").mkdir()
+    make_sentencepiece("bpe")
+    edit_json("bpe/tokenizer.json", **fields)
+    theirs = transformers.AutoTokenizer.from_pretrained("bpe")
+    rows = [("the dog:\n", "sat"), ("the cat\n", " on the mat"), ("the\n", "\nmat")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
+    long = "the cat sat on the mat\n" * 50_000
+    write_files(".", {"pairs.jsonl": "".join(lines), "long.txt": long})
+    data.main(["sft", "pairs.jsonl", "--tokenizer", "hf:bpe", "--out-dir", "pairs"])
+    data.main(["text", "long.txt", "--tokenizer", "hf:bpe", "--out-dir", "long"])
+    for folder, documents in (("pairs", [prompt + answer for prompt, answer in rows]), ("long", [long])):
+        tokens = np.concatenate([open_tokens(folder, split)[0] for split in ("train", "val")])
+        found = np.split(tokens, np.flatnonzero(tokens == 2) + 1)[:-1]  # the last one is empty
+        assert sorted(map(list, found)) == sorted([*theirs(document).input_ids, 2] for document in documents)
 
 
 # Replacing a folder
