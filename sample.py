@@ -78,7 +78,7 @@ def chat(model, tokenizer, max_new_tokens, **sampling):
         text = template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode_bytes(text.encode(), special_tokens=True).tolist()
         answer = generate(model, ids, max_new_tokens, stop=tokenizer.stop_tokens, on_token=show, **sampling)
-        turns.append({"role": "assistant", "content": tokenizer.decode(answer)})
+        turns.append({"role": "assistant", "content": tokenizer.decode(answer, is_first=True)})
         rest = characters.decode(b"", final=True)  # of a character that has no end
         print(f"{rest}\n{question}", end="", flush=True)
 

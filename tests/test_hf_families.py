@@ -120,7 +120,7 @@ def test_a_window_as_long_as_the_longest_sequence_changes_nothing(tmp_path):
 
 
 def test_the_tokenizer_of_llama_2_gives_the_ids_of_transformers(tmp_path):
-    """Also after an export, which copies it. A text begins with <s>, and decoded with the space before it."""
+    """Also after an export, which copies it. A text begins with <s> and a space."""
     make_folder(tmp_path / "theirs", "Llama 2", vocab_size=288)
     make_sentencepiece(tmp_path / "theirs")
     folder = import_hf.import_folder(tmp_path / "theirs", tmp_path / "run")
@@ -130,7 +130,9 @@ def test_the_tokenizer_of_llama_2_gives_the_ids_of_transformers(tmp_path):
         for place in ("theirs", "back"):
             theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / place, split_special_tokens=True)
             assert [ours.start, *ours.encode(text)] == theirs(text).input_ids
-        assert ours.decode([ours.start, *ours.encode(text), ours.eot]) == " " + text
+        ids = [ours.start, *ours.encode(text), ours.eot]
+        assert ours.decode(ids) == " " + text
+        assert ours.decode(ids, is_first=True) == theirs.decode(ids[1:-1]) == text
     assert ours.start == 1 and ours.eot == 2
 
 

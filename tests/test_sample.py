@@ -183,6 +183,29 @@ def test_a_chat_answers_as_transformers_does(instruct, monkeypatch, capsys):
     assert out == f"{first}\n{second}\n"
 
 
+def test_a_later_turn_has_the_tokens_of_transformers(tmp_path, monkeypatch):
+    """With a tokenizer that prepends a space to a text: the history of a chat has none before an answer."""
+    import transformers
+
+    hf_folders.make_sentencepiece(tmp_path)
+    hf_folders.edit_json(tmp_path / "tokenizer_config.json", chat_template=hf_folders.TEMPLATE)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    answer = theirs("sat", add_special_tokens=False).input_ids
+    prompts = []
+
+    def fixed_answer(model, ids, *args, **options):
+        prompts.append(ids)
+        return [*answer, theirs.eos_token_id]
+
+    monkeypatch.setattr(sample, "generate", fixed_answer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nthe dog\n"))
+    sample.chat(None, get_tokenizer(f"hf:{tmp_path}"), 6)
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": theirs.decode(answer)},
+             {"role": "user", "content": "the dog"}]
+    expected = theirs.apply_chat_template(turns, add_generation_prompt=True)
+    assert prompts[1] == expected["input_ids"]
+
+
 @pytest.mark.skipif(not recipes.IS_REFERENCE, reason="TF32 may choose another of two likely tokens")
 @pytest.mark.parametrize("prompt", ["the cat", ""])
 def test_a_prompt_begins_as_in_transformers(instruct, prompt, monkeypatch, capsys):
