@@ -215,12 +215,20 @@ def write_shard(folder: Path, number: int, tensors: dict, offsets: dict) -> None
     path = folder / f"shard-{number:05}-model-00001-of-00001.safetensors"
     sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    save_file(tensors, path, metadata)
+    sync(path)
+
+
+def save_file(tensors: dict, path: Path, metadata: dict) -> None:
+    """Write a safetensors file that is new, with the permissions of other files: the library's own are those
+    of a file that only its owner can read."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask says
     try:
         safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # safetensors makes files that only their owner can read
-    sync(path)
+    path.chmod(mode)
 
 
 def save_weights(run_dir, weights: Iterable[tuple[str, torch.Tensor]], meta: dict) -> None:

@@ -1,6 +1,7 @@
 """tools/import_hf.py and export_hf.py: the same weights, logits and token ids as transformers, both ways, and
 training goes on in FP8."""
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -112,6 +113,19 @@ def test_shards_are_read_in_their_precision(stored, dtype, tmp_path):
     ours = weights(tmp_path / "run")
     assert {w.dtype for w in ours.values()} == {dtype}
     assert torch.equal(ours["wte.weight"][:300], hf.model.embed_tokens.weight.to(dtype))
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_weights_have_the_permissions_of_other_files(umask, mode, tmp_path):
+    make_folder(tmp_path / "theirs")
+    before = os.umask(umask)
+    try:
+        import_hf.import_folder(tmp_path / "theirs", tmp_path / "run")
+        export_hf.export(tmp_path / "run", tmp_path / "back")
+    finally:
+        os.umask(before)
+    for folder in ("run/step-0", "back"):
+        assert {path.stat().st_mode & 0o777 for path in Path(tmp_path, folder).iterdir()} == {mode}, folder
 
 
 def test_masters_start_from_the_folders_values(tmp_path):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from nanote import checkpoint
 from nanote.command import error_line
@@ -167,8 +166,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
     total_size = 0
     for shard in checkpoint.in_shards(tensors, MAX_SHARD_SIZE):
         path = folder / f"{len(tensor_names_by_file)}.unnamed"
-        save_file(shard, path, {"format": "pt"})
-        path.chmod(0o644)  # safetensors makes files that only their owner can read
+        checkpoint.save_file(shard, path, {"format": "pt"})
         tensor_names_by_file.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
     count = len(tensor_names_by_file)
