@@ -9,7 +9,7 @@
 - The static scales are those of delayed scaling, which training has found: nothing is calibrated.
 - q, k and v are one GEMM here, and so are gate and up: each part has the scales of the whole.
 """
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import te_reference
 from nanote import checkpoint
 from nanote.training_state import under_prefix
 from tools import hf_weights
-from tools.tensor_files import FolderTensors, RunWeights, optimized_name, read_json
+from tools.tensor_files import FolderTensors, LazyTensors, RunWeights, optimized_name, read_json
 
 BLOCK = 128  # rows and columns that share a scale
 FORMATS = ("float-quantized", "naive-quantized")  # compressed-tensors' names of formats that store FP8
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     strategies: tuple[str, ...]  # what has a scale of its own: tensor, channel or block
 
 
-def open_folder(folder: Path) -> Mapping:
+def open_folder(folder: Path) -> LazyTensors:
     """Return the tensors of a Hugging Face folder, those in FP8 dequantized."""
     path = folder / "config.json"
     layout = read_layout(read_json(path).get("quantization_config"), path)
@@ -79,7 +79,13 @@ def check_value(path: Path, name: str, value, *allowed) -> None:
                          f"{' or '.join(map(repr, allowed))}; import the model in bfloat16")
 
 
-class DequantizedTensors(Mapping):
+def check_object(path: Path, name: str, value) -> None:
+    """Raise ValueError unless a part of quantization_config is a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: quantization_config: {name} must be an object, {{…}}; copy the file again")
+
+
+class DequantizedTensors(LazyTensors):
     """The tensors of a folder in FP8: {name: tensor}. An FP8 weight is dequantized, and its scales are left
     out. Names, shapes and types of all scales are checked in `__init__`.
 
@@ -90,7 +96,7 @@ class DequantizedTensors(Mapping):
     def __init__(self, tensors: FolderTensors, layout: Layout, folder: Path):
         self.tensors = tensors
         self.folder = folder
-        self.headers = dict(tensors.headers)
+        self.headers = self.names = dict(tensors.headers)
         self.scale_names = {}  # {name of an FP8 weight: that of its scale}
         for name, header in tensors.headers.items():
             if header.dtype != "F8_E4M3" or len(header.shape) != 2:
@@ -115,15 +121,6 @@ class DequantizedTensors(Mapping):
             raise ValueError(f"{self.folder}: tensor {scale_name} times its weight is not finite; copy the "
                              "folder again")
         return values.float() if dtype == torch.float16 else values  # as FolderTensors
-
-    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
-        return name in self.headers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
 
 
 def check_scale(header, weight_shape: tuple[int, ...], layout: Layout, where: str) -> None:

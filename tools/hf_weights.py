@@ -258,7 +258,7 @@ def parts_of_weight(weights, spec: WeightSpec) -> Iterator[tuple[str, torch.Tens
     if spec.name in weights:
         weight = weights[spec.name][:sum(sizes)]  # without padding of the vocabulary
     else:
-        weight = torch.zeros(spec.shape, dtype=weights["wte.weight"].dtype)
+        weight = torch.zeros(spec.shape, dtype=weights.dtype_of("wte.weight"))
     for (name, _), part in zip(spec.parts, weight.split(sizes)):
         if spec.is_transposed:
             part = part.T

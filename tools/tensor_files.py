@@ -1,8 +1,8 @@
 """Tensors in files, one at a time: those of a Hugging Face folder, those of a checkpoint, and the writer of a
 folder. For import_hf.py and export_hf.py, whose host memory does not grow with the number of layers.
 
-`FolderTensors` and `RunWeights` are mappings {name: tensor}. A tensor is read when it is asked for, and its
-shape is known before.
+`FolderTensors` and `RunWeights` are `LazyTensors`: mappings {name: tensor}. A tensor is read when it is asked
+for, and its shape is known before.
 """
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +23,24 @@ NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "
 MAX_SHARD_SIZE = 4 * 2**30  # bytes of a file that is written
 
 
+class LazyTensors(Mapping):
+    """A mapping {name: tensor}. A subclass reads a tensor in `__getitem__`.
+
+    names: a dictionary with the same keys.
+    """
+
+    names: dict
+
+    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 # ---------------------------------------------------------------- a Hugging Face folder
 
 class Header(NamedTuple):
@@ -33,7 +51,7 @@ class Header(NamedTuple):
     dtype: str  # as safetensors names it: F32, BF16, F16, F8_E4M3, …
 
 
-class FolderTensors(Mapping):
+class FolderTensors(LazyTensors):
     """The tensors of a Hugging Face folder: {name: tensor}, float16 as float32, which is exact.
 
     headers: {name: Header} of the files that transformers reads.
@@ -45,6 +63,7 @@ class FolderTensors(Mapping):
         self.open_file = None
         for path in weight_files(folder):
             self.headers |= read_headers(path)
+        self.names = self.headers
 
     def __getitem__(self, name: str) -> torch.Tensor:
         path = self.headers[name].path
@@ -53,15 +72,6 @@ class FolderTensors(Mapping):
             self.open_path = path
         tensor = self.open_file.get_tensor(name)
         return tensor.float() if tensor.dtype == torch.float16 else tensor
-
-    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
-        return name in self.headers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -109,7 +119,7 @@ def read_json(path: Path) -> dict:
 
 # ---------------------------------------------------------------- a checkpoint
 
-class RunWeights(Mapping):
+class RunWeights(LazyTensors):
     """The weights of a checkpoint under the names of the optimized model: {name: tensor}.
 
     Args:
@@ -132,20 +142,16 @@ class RunWeights(Mapping):
             has_master = masters and master_name in self.reader.entries
             self.stored_names[name] = master_name if has_master else stored_name
             self.shapes[name] = tuple(entry.size)
+        self.names = self.stored_names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored_name = self.stored_names[name]
         tensor = self.reader.read([stored_name])[stored_name]
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
-    def __contains__(self, name) -> bool:  # Mapping's own would read the tensor
-        return name in self.stored_names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored_names)
-
-    def __len__(self) -> int:
-        return len(self.stored_names)
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading it."""
+        return self.dtype or self.reader.entries[self.stored_names[name]].properties.dtype
 
 
 def optimized_name(name: str) -> str:
