@@ -233,7 +233,7 @@ def save_file(tensors: dict, path: Path, metadata: dict) -> None:
 
 def save_weights(run_dir, weights: Iterable[tuple[str, torch.Tensor]], meta: dict) -> None:
     """Write a checkpoint of step 0 that has only weights, which are (name, tensor) pairs. Holds one gibibyte
-    of them in memory."""
+    of them in memory, or one larger tensor."""
     folder = Path(run_dir) / "step-0"
     unfinished = folder.with_name(f".saving-{folder.name}")
     unfinished.mkdir(parents=True)

@@ -184,6 +184,19 @@ def replace_tensor(path, name, change):
     tensors = load_file(path)
     tensors[name] = change(tensors[name])
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path,
+@pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1, None])
+def test_a_stored_tied_head_must_be_the_embedding(change, in_tmp_path, refused):
+    make_folder("hf", "Qwen3")
+    tensors = load_file("hf/model.safetensors")
+    head = tensors[EMBEDDING].clone()
+    save_file(tensors | {"lm_head.weight": change(head) if change else head}, "hf/model.safetensors",
+              {"format": "pt"})
+    if change:
+        assert "lm_head.weight differs from the embedding" in refused(import_hf.main, "hf run")
+    else:
+        import_hf.main(["hf", "run"])
+
+
               {"format": "pt"})
 
 

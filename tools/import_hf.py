@@ -6,7 +6,8 @@
 - Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0 that has only weights. Training makes float32 masters of them.
-- Tensors are read and written one by one: host memory holds about 1 GiB of them.
+- Tensors are read and written one by one: host memory holds 1 GiB of them, or about twice the largest one
+  (in BF16; three times the embedding if a tied head is stored too).
 - An FP8 folder is dequantized in the dtype of its scales; tools/fp8_folders.py lists the layouts.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
   its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
@@ -134,7 +135,9 @@ def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> It
     padding = max(0, rows - vocab_size)
     for name, weight in hf_weights.from_hf(tensors, model_config, vocab_size, folder):
         if name in ("wte.weight", "lm_head.weight") and padding > 0:
-            mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
+            # the float32 copies of 256 columns take little memory
+            means = [columns.float().mean(0, keepdim=True) for columns in weight.split(256, dim=1)]
+            mean = torch.cat(means, dim=1).to(weight.dtype)
             weight = torch.cat((weight, mean.expand(padding, -1)))
         yield name, weight.to(dtype)
 
