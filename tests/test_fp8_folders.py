@@ -144,6 +144,9 @@ def test_damaged_tensors_are_refused(layout, change, words, in_tmp_path, refused
     ("tensor", "kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
     ("tensor", "transform_config", {"config_groups": {"R1": {}}}, "transform_config"),
     ("tensor", "config_groups", {}, "no config_groups"),
+    ("tensor", "config_groups", [1], "config_groups must be an object"),
+    ("tensor", "config_groups.group_0", None, "group_0 must be an object"),
+    ("tensor", "config_groups.group_0.weights", "float", "weights must be an object"),
     ("tensor", "config_groups.group_0.weights", None, "type None"),
     ("tensor", "config_groups.group_0.weights.type", "int", "type 'int'"),
     ("tensor", "config_groups.group_0.weights.num_bits", 4, "num_bits 4: nanoTE reads 8"),
@@ -161,6 +164,13 @@ def test_other_quantizations_are_refused(layout, path, value, words, in_tmp_path
     fields[field] = value
     edit_json("hf/config.json", **config)
     assert words in refused(import_hf.main, "hf run")
+
+
+@pytest.mark.parametrize("entry", [[1], "fp8", 8])
+def test_a_quantization_that_is_no_object_is_refused(entry, in_tmp_path, refused):
+    make_fp8_folder("hf")
+    edit_json("hf/config.json", quantization_config=entry)
+    assert "json: quantization_config: the entry must be an object" in refused(import_hf.main, "hf run")
 
 
 # ---------------------------------------------------------------- export

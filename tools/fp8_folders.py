@@ -48,6 +48,7 @@ def read_layout(quantization: dict | None, path: Path) -> Layout | None:
     for a quantization that is not read."""
     if not quantization:
         return None
+    check_object(path, "the entry", quantization)
     method = quantization.get("quant_method")
     check_value(path, "quant_method", method, "compressed-tensors", "fp8")
     if method == "fp8":
@@ -60,9 +61,12 @@ def read_layout(quantization: dict | None, path: Path) -> Layout | None:
     groups = quantization.get("config_groups")
     if not groups:
         raise ValueError(f"{path}: quantization_config has no config_groups; copy the file again")
+    check_object(path, "config_groups", groups)
     strategies = []
-    for group in groups.values():
+    for name, group in groups.items():
+        check_object(path, name, group)
         weights = group.get("weights") or {}
+        check_object(path, "weights", weights)
         check_value(path, "format", group.get("format"), None, *FORMATS)
         check_value(path, "type", weights.get("type"), "float")
         check_value(path, "num_bits", weights.get("num_bits"), 8)

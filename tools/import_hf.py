@@ -87,9 +87,11 @@ def read_config(folder: Path):
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; pass the local folder of a Hugging Face model")
-    kind = read_json(path).get("model_type")
+    content = read_json(path)
+    kind = content.get("model_type")
     if kind not in hf_weights.CLASSES:
         raise ValueError(f"{path}: model_type {kind!r}: nanoTE reads {', '.join(hf_weights.CLASSES)}")
+    fp8_folders.read_layout(content.get("quantization_config"), path)  # before transformers fails on it
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for unusual values
