@@ -1,5 +1,5 @@
-"""FP8 in Hugging Face folders: an import is exact, an export has the bytes and scales of training, and other
-folders and runs are refused."""
+"""FP8 in Hugging Face folders: an import has the values of compressed-tensors, an export the bytes and scales
+of training, and other folders and runs are refused."""
 import json
 import shutil
 from pathlib import Path
@@ -87,8 +87,8 @@ def imported_parts(run):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_weights_are_imported_exactly(layout, tmp_path):
-    """In the type of their scales, as compressed-tensors dequantizes."""
+def test_imported_fp8_weights_have_the_type_of_their_scales(layout, tmp_path):
+    """Their values are rounded to it once, as compressed-tensors does."""
     _, exact = make_fp8_folder(tmp_path / "hf", layout)
     import_hf.import_folder(tmp_path / "hf", tmp_path / "run")
     dtype = LAYOUTS[layout][1]
