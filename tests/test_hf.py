@@ -297,7 +297,7 @@ def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_p
     ("llama", {"attention_bias": True}, "attention_bias True, mlp_bias False: nanoTE's model has one"),
     ("llama", {"mlp_bias": True}, "attention_bias False, mlp_bias True: nanoTE's model has one"),
     ("qwen3", {"attention_bias": True, "mlp_bias": False}, "attention_bias True: nanoTE's model has False"),
-    ("qwen3", {"use_sliding_window": True}, "use_sliding_window True")], ids=str)
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window 32: shorter")], ids=str)
 def test_import_refuses_another_architecture(kind, fields, words, in_tmp_path, refused):
     make_folder("hf", kind)
     path = Path("hf/config.json")

@@ -15,7 +15,7 @@ from hf_folders import edit_json, make_sentencepiece
 from nanote import checkpoint, generate, trained_model
 from nanote.tokenizers import get_tokenizer
 from tools import export_hf, import_hf
-from trainer_tools import randomize
+from trainer_tools import randomize, run_train
 
 transformers = pytest.importorskip("transformers")
 CONTEXT = 16  # of the first training, before RoPE was scaled
@@ -114,8 +114,20 @@ def test_logits_at_large_positions(tmp_path):
     assert_same_logits(import_model(tmp_path / "theirs", tmp_path / "run"), theirs)
 
 
-def test_a_window_as_long_as_the_longest_sequence_changes_nothing(tmp_path):
-    theirs = make_folder(tmp_path / "theirs", "Mistral", sliding_window=64, max_position_embeddings=64)
+def test_scaled_rope_is_resumed_with_the_text_of_the_page(tokens, tmp_path):
+    """With and without integers: 8.0 in a config.json is 8."""
+    for factor, text in ((8.0, "8:1:4:16"), (1.2345678, "1.2345678:1:4:16")):
+        run = tmp_path / text
+        make_folder(tmp_path / "hf", "Llama 3.1", rope_parameters=LLAMA3 | {"factor": factor})
+        import_hf.import_folder(tmp_path / "hf", run)
+        options = f"--resume --out-dir {run} --rope-scaling {text} --seq-len 64 --max-steps 1 --device cpu"
+        assert run_train(f"{options} --micro-batch-size 1 --eval-interval 0", tokens) == 0
+
+
+@pytest.mark.parametrize("family, fields", [
+    ("Mistral", {}), ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0})], ids=str)
+def test_a_window_as_long_as_the_longest_sequence_changes_nothing(family, fields, tmp_path):
+    theirs = make_folder(tmp_path / "theirs", family, sliding_window=64, max_position_embeddings=64, **fields)
     assert_same_logits(import_model(tmp_path / "theirs", tmp_path / "run"), theirs)
 
 
@@ -146,7 +158,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, r
       for other in ("gemma", "gemma2", "gemma3_text", "phi", "phi3", "mixtral", "qwen2_moe", "qwen3_moe",
                     "deepseek_v3", "gpt_oss", None)),
     ("Mistral", {"sliding_window": 32}, "sliding_window 32: shorter than max_position_embeddings"),
-    ("Qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window 32: shorter than max_posi"),
     ("Qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types 'sliding_attention'"),
     ("Qwen2", {"attention_bias": True}, "attention_bias True"),
     ("Mistral", {"mlp_bias": True}, "mlp_bias True"),
@@ -158,12 +170,31 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, r
      "partial_rotary_factor 0.5"),
     ("Llama 3.1", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}},
      "low_freq_factor"),
+    ("Llama 3.1", {"rope_parameters": LLAMA3 | {"factor": 0.0}},
+     "hf/config.json: rope_scaling='0:1:4:16': must be a text FACTOR:LOW:HIGH:CONTEXT, FACTOR above 0"),
+    ("Llama 3.1", {"rope_parameters": LLAMA3 | {"factor": "x"}}, "hf/config.json: rope_scaling='x:1:4:16'"),
+    ("Llama 3.1", {"rope_parameters": LLAMA3 | {"factor": 8.0, "high_freq_factor": 1.0}},
+     "hf/config.json: rope_scaling='8:1:1:16': must be a text"),
+    ("Llama 3", {"num_key_value_heads": 3}, "hf/config.json: OptimizedConfig.n_kv_head=3: must divide"),
     ("Llama 3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method 'gptq'"),
     ("Llama 3", {"quantization_config": {"bits": 4}}, "quant_method None")], ids=str)
 def test_another_architecture_is_refused(family, fields, words, in_tmp_path, refused):
     make_folder("hf", family, num_hidden_layers=2)
     edit_json("hf/config.json", **fields)
     assert words in refused(import_hf.main, "hf run")
+
+
+@pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1, None])
+def test_a_stored_tied_head_must_be_the_embedding(change, in_tmp_path, refused):
+    make_folder("hf", "Qwen3")
+    tensors = load_file("hf/model.safetensors")
+    head = tensors[EMBEDDING].clone()
+    save_file(tensors | {"lm_head.weight": change(head) if change else head}, "hf/model.safetensors",
+              {"format": "pt"})
+    if change:
+        assert "lm_head.weight differs from the embedding" in refused(import_hf.main, "hf run")
+    else:
+        import_hf.main(["hf", "run"])
 
 
 def split(folder):
@@ -184,19 +215,6 @@ def replace_tensor(path, name, change):
     tensors = load_file(path)
     tensors[name] = change(tensors[name])
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path,
-@pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1, None])
-def test_a_stored_tied_head_must_be_the_embedding(change, in_tmp_path, refused):
-    make_folder("hf", "Qwen3")
-    tensors = load_file("hf/model.safetensors")
-    head = tensors[EMBEDDING].clone()
-    save_file(tensors | {"lm_head.weight": change(head) if change else head}, "hf/model.safetensors",
-              {"format": "pt"})
-    if change:
-        assert "lm_head.weight differs from the embedding" in refused(import_hf.main, "hf run")
-    else:
-        import_hf.main(["hf", "run"])
-
-
               {"format": "pt"})
 
 

@@ -127,11 +127,11 @@ def check_biases(hf, path: Path) -> None:
 
 def check_window(hf, path: Path) -> None:
     """Raise ValueError if attention has a window that is shorter than the longest sequence."""
-    require(hf, path, "use_sliding_window", False)
+    window = getattr(hf, "sliding_window", None)  # None in a Qwen without use_sliding_window
     for kind in getattr(hf, "layer_types", None) or ():
-        if kind != "full_attention":
+        has_window = kind == "sliding_attention" and window is not None  # checked below
+        if kind != "full_attention" and not has_window:
             raise ValueError(f"{path}: layer_types {kind!r}: nanoTE's model has 'full_attention'")
-    window = getattr(hf, "sliding_window", None)
     if window is not None and window < hf.max_position_embeddings:
         raise ValueError(f"{path}: sliding_window {window}: shorter than max_position_embeddings "
                          f"{hf.max_position_embeddings}; set max_position_embeddings to {window} to "
@@ -147,7 +147,9 @@ def rope_options(hf, path: Path) -> dict:
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']}: nanoTE's model "
                          "rotates whole heads, 1")
-    scaling = ":".join(str(rope[name]) for name in LLAMA3_ROPE) if kind == "llama3" else None
+    scaling = None
+    if kind == "llama3":  # as a user writes it: 8, not 8.0
+        scaling = ":".join(str(rope[name]).removesuffix(".0") for name in LLAMA3_ROPE)
     return dict(rope_theta=float(rope.get("rope_theta", 10000.0)), rope_scaling=scaling)
 
 

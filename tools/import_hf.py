@@ -68,7 +68,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     rows = hf.vocab_size if hf.vocab_size % 32 == 0 else models.padded_vocab_size(hf.vocab_size)
     config = TrainConfig(**options, vocab_size=rows, preset="hf", out_dir=str(run),
                          seq_len=min(1024, hf.max_position_embeddings))
-    model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
+    model_config = make_model_config(dataclasses.asdict(config), folder / "config.json")
     for name in ("n_kv_head", "head_dim", "n_inner"):  # the model derives those that are None
         setattr(config, name, getattr(model_config, name))
     meta = {"config": dataclasses.asdict(config), "model": models.portable_name(config.model),
@@ -98,6 +98,14 @@ def read_config(folder: Path):
         raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from error
 
 
+def make_model_config(options: dict, path: Path):
+    """Return the OptimizedConfig of options that were read from `path`, which a message begins with."""
+    try:
+        return models.make_model_config("optimized", options | {"use_fp8": False})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def recognize_tokenizer(folder: Path, hf) -> str:
     """Return the name of the folder's tokenizer for data.py.
 
@@ -125,7 +133,7 @@ def read_model(folder: Path, rows: int):
     and the fields of its architecture."""
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
-    model_config = models.make_model_config("optimized", options | {"use_fp8": False})
+    model_config = make_model_config(options, folder / "config.json")
     return dict(padded_weights(folder, model_config, hf.vocab_size, rows)), vars(model_config)
 
 

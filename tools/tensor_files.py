@@ -1,5 +1,5 @@
 """Tensors in files, one at a time: those of a Hugging Face folder, those of a checkpoint, and the writer of a
-folder. For import_hf.py and export_hf.py, whose host memory does not grow with the number of layers.
+folder. For import_hf.py, which never holds a whole model, and export_hf.py, which does only to check logits.
 
 `FolderTensors` and `RunWeights` are `LazyTensors`: mappings {name: tensor}. A tensor is read when it is asked
 for, and its shape is known before.
