@@ -214,15 +214,13 @@ class QuantizedWeights(RunWeights):
     others have `dtype`; None: as stored."""
 
     def __init__(self, folder: Path, scales: dict[str, Scales], dtype: torch.dtype | None):
-        super().__init__(folder)
+        super().__init__(folder, dtype=dtype)
         self.scales = scales
-        self.dtype_of_others = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = super().__getitem__(name)
-        if name in self.scales:
-            return te_reference.quantize(weight, self.scales[name].weight, torch.float8_e4m3fn)
-        return weight if self.dtype_of_others is None else weight.to(self.dtype_of_others)
+        if name not in self.scales:
+            return super().__getitem__(name)
+        return te_reference.quantize(self.read_stored(name), self.scales[name].weight, torch.float8_e4m3fn)
 
 
 def value_of(weight: torch.Tensor, scales: Scales) -> torch.Tensor:

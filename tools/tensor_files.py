@@ -145,9 +145,13 @@ class RunWeights(LazyTensors):
         self.names = self.stored_names
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        stored_name = self.stored_names[name]
-        tensor = self.reader.read([stored_name])[stored_name]
+        tensor = self.read_stored(name)
         return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """Return a tensor in the dtype of the checkpoint."""
+        stored_name = self.stored_names[name]
+        return self.reader.read([stored_name])[stored_name]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor without reading it."""
