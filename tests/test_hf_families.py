@@ -186,7 +186,7 @@ def test_another_architecture_is_refused(family, fields, words, in_tmp_path, ref
 
 @pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1, None])
 def test_a_stored_tied_head_must_be_the_embedding(change, in_tmp_path, refused):
-    make_folder("hf", "Qwen3")
+    make_folder("hf", "Qwen3", vocab_size=1025)  # compared in parts of 1,024 rows
     tensors = load_file("hf/model.safetensors")
     head = tensors[EMBEDDING].clone()
     save_file(tensors | {"lm_head.weight": change(head) if change else head}, "hf/model.safetensors",
