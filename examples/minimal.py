@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-root = Path(__file__).resolve().parent.parent
-sys.path += [str(root), str(root / "nanote")]  # where model file and graphs.py are; not needed in a copy
-from graphs import CudaGraph
-
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # where the model file is; not needed in a copy
+try:
+    from graphs import CudaGraph
+except ImportError:  # not copied: this is the repository
+    from nanote.graphs import CudaGraph
 from model_te_optimized import (
     DelayedScaling,
     Format,
