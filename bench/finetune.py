@@ -39,7 +39,7 @@ import torch
 import train
 from bench import hf_models, measure
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from bench.plain_gpt import PlainTraining
+from bench.plain_gpt import PlainTraining, make_adamw
 from bench.report import Rows
 from bench.step import arm_config, free, make_batches
 from nanote.command import parse, require_at_least, run_command
@@ -121,11 +121,7 @@ def make_peer(hf_config, attention: str, compiles: bool, config, device, batches
         model = transformers.AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention)
     copy_weights(first_weights(config, device), model, config)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = make_adamw(model, config)
     net = torch.compile(model, dynamic=False) if compiles else model
     training = TransformersTraining(model.train(), net, optimizer, config, device)
     training.kernels = f"transformers {transformers.__version__}, {attention}"

@@ -162,16 +162,21 @@ class PlainTraining:
         return total, norm
 
 
+def make_adamw(model, config) -> torch.optim.AdamW:
+    """Make PyTorch's fused AdamW; norms and biases have no weight decay. config: train.py's options."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
 def make_plain(arm, model_config, config, device) -> PlainTraining:
     """Make the training of one of ARMS. model_config: an OptimizedConfig; config: a TrainConfig."""
     torch.manual_seed(config.seed)
     with torch.device(device):
         model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = make_adamw(model, config)
     net = model
     if arm == "plain":
         net = torch.compile(model, dynamic=False)

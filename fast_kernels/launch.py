@@ -2,7 +2,7 @@
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
 for its type and alignment, and builds a key of strings. The key of `launch` is a plain tuple: kernel, device,
-dtypes, values, and one bit for the alignment of all addresses.
+dtypes and values, for tensors that are all aligned.
 """
 
 import torch
@@ -47,16 +47,17 @@ def launch(kernel, grid, *args, **options):
         else:
             key.append(value)
         values.append(value)
-    # Triton compiles a variant for each type, alignment and value that is part of this key
-    key = (*key, addresses % 16 == 0, *options, *options.values())
+    if addresses % 16:  # Triton asks each pointer, and compiles a variant for those that are aligned
+        kernel[grid](*args, **options)
+        return
+    key = (*key, *options, *options.values())
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[grid](*args, **options)
-        if addresses % 16 == 0:  # else it is left to Triton, which asks each pointer
-            names = kernel.arg_names[len(args):]
-            if len(_variants) == MAX_VARIANTS:  # each batch length has its own
-                _variants.clear()
-            _variants[key] = _Variant(compiled, names, options)
+        names = kernel.arg_names[len(args):]
+        if len(_variants) == MAX_VARIANTS:  # each batch length has its own
+            _variants.clear()
+        _variants[key] = _Variant(compiled, names, options)
         return
     stream = driver.active.get_current_stream(device_index)
     x, y, z = (*grid, 1, 1)[:3]

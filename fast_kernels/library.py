@@ -35,6 +35,11 @@ def is_tracing():
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_transforming():
+    """Return whether a transform of torch.func, such as vmap, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_fake(tensor):
     """Return whether a tensor has no data, so that no kernel can be launched."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
@@ -102,7 +107,7 @@ def operation(schema, setup_context=None, backward=None):
 def _are_plain(args):
     """Return whether nothing but autograd has to see an operation: no transform of torch.func, and no tensor
     of a class that defines what operations do, such as a Float8Tensor or a DTensor."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transforming():
         return False
     return all(type(x) in PLAIN for x in args if isinstance(x, torch.Tensor))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from fast_kernels import casts
-from fast_kernels.library import input_names, is_supported, operation
+from fast_kernels.library import input_names, is_supported, is_transforming, operation
 
 AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias eps")
 
@@ -70,7 +70,7 @@ def _runs_kernels(x, *others):
 
 def _is_transformed():
     """Return whether torch.func or forward-mode differentiation is active: operations do not support them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return is_transforming() or forward_ad._current_level >= 0
 
 
 def _setup_add_norm(ctx, inputs, output):

@@ -77,7 +77,9 @@ class CudaGraph:
 
     def __call__(self, *arguments, **options):
         tensors = tree_leaves(arguments)
-        if not runs_on_gpu(tensors):
+        check_arguments(tensors)
+        is_on_gpu = tensors[0].is_cuda if tensors else torch.cuda.is_available()
+        if not is_on_gpu:
             return copy_of(self.function(*arguments, **options))
         key = tuple(sorted(options.items()))
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
@@ -127,18 +129,14 @@ class CudaGraph:
         variant.kept = kept
 
 
-def runs_on_gpu(arguments: list) -> bool:
-    """Return whether a function of these tensors runs on a GPU. TypeError or ValueError for arguments that a
-    replay could not read."""
+def check_arguments(arguments: list) -> None:
+    """Raise TypeError or ValueError for arguments that a replay could not read."""
     for argument in arguments:
         if not isinstance(argument, torch.Tensor):
             raise TypeError(f"CudaGraph: an argument is a {type(argument).__name__}: must be a tensor; pass "
                             "another value by keyword, and each value has its own graph")
-    if not arguments:
-        return torch.cuda.is_available()
     if len({tensor.is_cuda for tensor in arguments}) > 1:
         raise ValueError("CudaGraph: arguments on the CPU and on the GPU: must be on one; use .to()")
-    return arguments[0].is_cuda
 
 
 def copy_of(output):

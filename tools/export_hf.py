@@ -217,7 +217,7 @@ def write_folder(folder: Path, weights: RunWeights, scales: dict, config, vocab_
     """Write weights and scales, config, generation config and tokenizer."""
     tensors = hf_weights.to_hf(weights, config, vocab_size)
     write_shards(folder, itertools.chain(tensors, fp8_folders.scale_tensors(scales, config)))
-    dtype = str(weights["wte.weight"].dtype).removeprefix("torch.")
+    dtype = str(weights.dtype_of("wte.weight")).removeprefix("torch.")
     write_config(folder, config, vocab_size, tokenizer, dtype)
     if scales:
         quantization = fp8_folders.quantization_config(scales, config)
