@@ -305,7 +305,8 @@ def load(folder, model, optimizer=None) -> None:
         load_weights_only(reader, weights)
         return
     rng = f"rng{parallel.rank()}."
-    stored = local_parts(read_tensors(folder, ("model.", "optimizer.", "fp8.", rng), like=weights))
+    names = reader.names(("model.", "optimizer.", "fp8.", rng))
+    stored = local_parts(reader.read(names, like=weights))
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(model, stored)
         recipes.set_state(model, under_prefix(stored, "fp8."))
@@ -330,8 +331,7 @@ def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Ten
     is read, as a DTensor.
     """
     reader = TensorReader(folder)
-    names = [name for name in reader.entries if name.startswith(tuple(prefixes))]
-    return reader.read(names, like)
+    return reader.read(reader.names(prefixes), like)
 
 
 class TensorReader:
@@ -345,6 +345,10 @@ class TensorReader:
         with errors_naming(self.path):
             self.storage = StorageReader(str(folder))
             self.entries = self.storage.metadata.state_dict_metadata
+
+    def names(self, prefixes) -> list[str]:
+        """Return the names that begin with one of `prefixes`."""
+        return [name for name in self.entries if name.startswith(tuple(prefixes))]
 
     def read(self, names, like=None) -> dict[str, torch.Tensor]:
         """Return {name: tensor}. like: see `read_tensors`. Collective."""
