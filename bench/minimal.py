@@ -1,6 +1,7 @@
 """How fast is a training loop of your own? Loops at GPT-2 124M, 32 x 1,024 tokens, beside each other.
 
     python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
+    python bench/minimal.py --nanogpt nanoGPT --busy --json results/minimal.json    # all other cores work
 
 - readme         README's loop with the copied files: delayed scaling, float32 masters in FusedAdam
 - fast           README's second loop: model_te_fast.py and FastAdam
@@ -9,9 +10,11 @@
 - nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
 - nanogpt        nanoGPT as its train.py trains it: float32 weights under BF16 autocast, clipping
 
+readme and example take the engine of model_te_optimized.py, which NANOTE_ENGINE chooses.
+
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
-steps, with its 95 % interval. Without --nanogpt the last two are left out. Without a GPU there are no CUDA
-graphs, and only readme and example run.
+steps, with its 95 % interval; `ratio_to_nanogpt` is the speed over nanogpt_bf16. Without --nanogpt the last
+two are left out. Without a GPU there are no CUDA graphs, and only readme and example run.
 """
 import sys
 from pathlib import Path
@@ -21,9 +24,12 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import os
 import runpy
 import statistics
+import subprocess
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -54,6 +60,7 @@ class Options:
     seq_len: int = 1024  # Tokens per sequence.
     steps: int = 40  # Steps to time, of each loop.
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, which has model.py.
+    busy: bool = False  # Keep all other cores of the machine busy while the loops are timed.
     json: Path | None = None  # Write the rows here.
 
     def sizes(self) -> dict:
@@ -151,6 +158,18 @@ def make_loops(options, device) -> dict:
     return loops
 
 
+@contextmanager
+def busy_cores(count: int):
+    """Keep so many cores of the machine busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def loss_of(output) -> float:
     """Return the loss of a step. examples/minimal.py returns (loss, norm)."""
     return output.flatten()[0].item()
@@ -162,19 +181,27 @@ def main(argv=None) -> None:
     if options.nanogpt:
         nanogpt.load(options.nanogpt)  # before anything is made
     device = pick_device("auto")
-    rows = Rows(options.json, ["loop"], "bench/minimal.py", argv)
+    rows = Rows(options.json, ["loop", "engine", "busy_cores"], "bench/minimal.py", argv)
     torch.manual_seed(0)
     loops = make_loops(options, device)
     for _ in range(WARMUP):
         losses = {name: loss_of(step()) for name, step in loops.items()}
     if max(losses.values()) - min(losses.values()) > 0.3:
         raise ValueError(f"the loops do not train alike, so nothing is timed: losses {losses}")
-    for name, times in measure.in_turns(loops, options.steps, device).items():
-        ms = statistics.median(times)
-        row = {"loop": name, "ms": ms, "ms_interval": measure.interval_of_median(times),
+    cores = os.cpu_count() - 1 if options.busy else 0
+    with busy_cores(cores):
+        times = measure.in_turns(loops, options.steps, device)
+    for name in loops:
+        ms = statistics.median(times[name])
+        row = {"loop": name, "engine": te.__name__, "busy_cores": cores,
+               "ms": ms, "ms_interval": measure.interval_of_median(times[name]),
                "tokens_per_s": options.batch * options.seq_len / ms * 1e3, "batch": options.batch,
                "seq_len": options.seq_len, "layers": options.layers, "width": options.width}
-        if name.startswith("nanogpt"):
+        if options.nanogpt:
+            baseline = times["nanogpt_bf16"]
+            ratios = [before / after for before, after in zip(baseline, times[name])]
+            row["ratio_to_nanogpt"] = statistics.median(baseline) / ms
+            row["ratio_to_nanogpt_interval"] = measure.interval_of_median(ratios)
             row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
         rows.add(row)
 

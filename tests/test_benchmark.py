@@ -2,6 +2,7 @@
 float64. Mistakes of all benchmarks are here."""
 import importlib
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -196,8 +197,9 @@ def test_help_of_the_comparison_needs_no_te():
 def test_own_loops_are_timed(tmp_path):
     """README's, and examples/minimal.py."""
     path = tmp_path / "minimal.json"
-    minimal.main(f"--layers 1 --width 64 --batch 1 --seq-len 32 --steps 1 --json {path}".split())
+    minimal.main(f"--layers 1 --width 64 --batch 1 --seq-len 32 --steps 1 --busy --json {path}".split())
     rows = json.loads(path.read_text())
+    assert {row["busy_cores"] for row in rows} == {os.cpu_count() - 1}
     assert [row["loop"] for row in rows] == ["readme", "example"]
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"], rel=1e-4)
