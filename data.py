@@ -5,6 +5,7 @@
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
     python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
+    python data.py sft chats.jsonl --tokenizer hf:DIR  # conversations, in the tokenizer's chat template
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
 if __name__ == "__main__":
@@ -100,7 +101,8 @@ class Hf(Options):
 
 @dataclass(kw_only=True)
 class Sft(Text):
-    """A prompt and an answer per row, for finetuning: only the answer and its end are learned."""
+    """A prompt and an answer per row, or {"messages": [{"role", "content"}, ...]} in the chat template of
+    --tokenizer hf:DIR, for finetuning: only the answers and their ends are learned."""
     column: tuple[str, str] = ("prompt", "answer")  # Fields of the prompt and the answer.
 
     def columns(self):

@@ -19,6 +19,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, chunked_loss, models, trained_model
+from nanote.chat import ChatTemplate
 from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
@@ -55,14 +56,7 @@ def load_model(options, device):
 
 def chat(model, tokenizer, max_new_tokens, **sampling):
     """Answer each line of stdin, a turn of the conversation. Text appears as it is generated."""
-    if not hasattr(tokenizer, "folder"):
-        raise ValueError(f"--chat: the tokenizer {tokenizer.name} has no chat template; pass --prompt, or "
-                         "import a Hugging Face model that has one")
-    import transformers  # slow to import
-
-    template = transformers.AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
-    if not template.chat_template:
-        raise ValueError(f"--chat: {tokenizer.folder} has no chat template; pass --prompt")
+    template = ChatTemplate(tokenizer, "--chat", "pass --prompt, or import a Hugging Face model that has one")
     question = "> " if sys.stdin.isatty() else ""
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
     turns = []
@@ -75,8 +69,7 @@ def chat(model, tokenizer, max_new_tokens, **sampling):
         if not line.strip():
             continue
         turns.append({"role": "user", "content": line.strip()})
-        text = template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer.encode_bytes(text.encode(), special_tokens=True).tolist()
+        ids = template.prompt(turns, "--chat").tolist()
         answer = generate(model, ids, max_new_tokens, stop=tokenizer.stop_tokens, on_token=show, **sampling)
         turns.append({"role": "assistant", "content": tokenizer.decode(answer, is_first=True)})
         rest = characters.decode(b"", final=True)  # of a character that has no end

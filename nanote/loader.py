@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanote.config import as_typed
-from nanote.tokens import open_mask, open_tokens
+from nanote.tokens import FIRST_TOKEN, LABEL, open_mask, open_tokens
 
 
 class MicroBatch(NamedTuple):
@@ -35,7 +35,8 @@ class Loader:
     on. Then comes the second micro-batch. A thread prefetches the next step.
 
     With `pack_documents` a batch also says where its documents begin (cu_seqlens). As in generation, a
-    document begins with BOS, or without one with the end-of-text token before it.
+    document begins with BOS, or without one with the end-of-text token before it. A conversation begins with
+    its own first token, as in a chat.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
@@ -61,10 +62,16 @@ class Loader:
             self.num_windows = (length - 1) // seq_len
         self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
         self.tokens_per_step = self.samples_per_step * seq_len
-        self.start_token = self.meta.get("bos", self.meta["eot"])  # of a document
+        # a document begins where `markers`, one per token, are `start_marker`
+        if "conversations" in self.meta:
+            self.markers = self.mask
+            self.start_marker = FIRST_TOKEN
+        else:
+            self.markers = self.tokens
+            self.start_marker = self.meta.get("bos", self.meta["eot"])
         self.max_documents = 0  # in a micro-batch
         if config.pack_documents:
-            in_a_window = most_documents(self.tokens, self.start_token, seq_len)
+            in_a_window = most_documents(self.markers, self.start_marker, seq_len)
             self.max_documents = self.micro_batch_size * in_a_window
         self.equal_divisor = torch.tensor(float(self.grad_accum * ranks.count), device=self.device)
         self.first_step = 1  # that this process trains
@@ -131,7 +138,7 @@ class Loader:
         begins with `first_sample`."""
         starts = self._window_starts(range(first_sample, first_sample + self.samples_per_step))
         positions = starts[:, None] + np.arange(1, self.seq_len + 1)
-        counts = self.mask[positions].sum(1, dtype=np.int64)
+        counts = (self.mask[positions] == LABEL).sum(1)
         return counts.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
 
     # ------------------------------------------------------------ which samples a step reads
@@ -192,11 +199,12 @@ class Loader:
         input_ids = torch.from_numpy(windows[:, :-1].astype(np.int64))
         labels = torch.from_numpy(windows[:, 1:].astype(np.int64))
         if self.mask is not None:
-            is_label = torch.from_numpy(self.mask[positions[:, 1:]])
-            labels[is_label == 0] = -100
+            is_label = torch.from_numpy(self.mask[positions[:, 1:]] == LABEL)
+            labels[~is_label] = -100
         tensors = [input_ids, labels]
         if self.max_documents:
-            documents = document_starts(input_ids, self.start_token)
+            markers = torch.from_numpy(self.markers[positions[:, :-1]].astype(np.int64))
+            documents = document_starts(markers, self.start_marker)
             cu_seqlens = torch.full((self.max_documents + 1,), input_ids.numel(), dtype=torch.int32)
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
@@ -251,21 +259,22 @@ class Loaders(NamedTuple):
 
 # ---------------------------------------------------------------- packed documents
 
-def document_starts(input_ids, start_token):
-    """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
-    is_start = input_ids == start_token
+def document_starts(markers, start_marker):
+    """Return where documents or parts of one begin in markers.flatten(). markers, (B, S): a token id or
+    a byte of a mask for each token, `start_marker` where a document begins."""
+    is_start = markers == start_marker
     is_start[:, 0] = True  # a row starts a sequence, even inside a document
     return is_start.flatten().nonzero().flatten()
 
 
-def most_documents(tokens, start_token, seq_len):
+def most_documents(markers, start_marker, seq_len):
     """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk_size = 1 << 20
     starts = []
-    for chunk_start in range(0, len(tokens), chunk_size):
-        chunk = tokens[chunk_start:chunk_start + chunk_size]
-        starts.append(chunk_start + np.flatnonzero(chunk == start_token))
+    for chunk_start in range(0, len(markers), chunk_size):
+        chunk = markers[chunk_start:chunk_start + chunk_size]
+        starts.append(chunk_start + np.flatnonzero(chunk == start_marker))
     starts = np.concatenate(starts)
-    # The first token of a window starts a document or a part of one, each start token after it another.
+    # The first token of a window starts a document or a part of one, each start marker after it another.
     counts = np.searchsorted(starts, starts + seq_len - 1) - np.arange(len(starts))
     return 1 + int(counts.max(initial=0))

@@ -3,7 +3,10 @@
 A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document, and
 the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<name>/{train,val}.bin`,
 described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
-per token, 1 where the token is a label, so in an answer or at its end.
+per token, LABEL where the token is a label, so in an answer or at its end.
+
+Conversations (nanote/chat.py) have the tokens of their chat template and no others. Any of these may stand in
+each turn, so the mask says where a conversation begins: FIRST_TOKEN. Then meta.json counts `conversations`.
 """
 import hashlib
 import json
@@ -17,8 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from nanote.chat import ChatTemplate, Conversation
 from nanote.new_folder import new_folder
 
+LABEL = 1
+FIRST_TOKEN = 2  # of a conversation; it is no label
 TOKEN_FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
@@ -73,14 +79,14 @@ def open_array(path, dtype, count, checksum, verify):
 
 
 def open_mask(folder, split, meta, verify):
-    """Return 1 for each token of `split` that is a label, 0 for others, as a memory map. Return None if all
+    """Return the mask of `split` as a memory map: LABEL, FIRST_TOKEN or 0 for each token. Return None if all
     tokens are labels."""
     checksum = meta.get(f"{split}_mask_sha256")
     if checksum is None:
         return None
     path = Path(folder, f"{split}.mask")
     mask = open_array(path, np.dtype(np.uint8), meta[f"{split}_tokens"], checksum, verify)
-    if not mask[1:].any():
+    if LABEL not in mask[1:]:
         raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
     return mask
 
@@ -99,11 +105,12 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                  source="", left_out=None, answers_only=False):
     """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
 
-    A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
-    `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
-    last `val_fraction` of the tokens are `val`. After ValueError or OSError `out_dir` is as it was.
+    A document goes to `val` if the hash of its text (of its first piece, or of a conversation's question) as
+    a number in [0, 1) is below `val_fraction`: the same document has the same split in every corpus. If that
+    leaves a split empty, the last `val_fraction` of the tokens are `val`. After ValueError or OSError
+    `out_dir` is as it was.
     source, left_out: what the documents are and what was skipped, for meta.json.
-    answers_only: write masks, for documents that are prompts and answers.
+    answers_only: write masks, for documents that are prompts and answers, or conversations.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
@@ -116,6 +123,9 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     with pool, new_token_folder(out_dir, force) as folder:
         pieces = encoded(documents, encoder, val_fraction, pool)
         counts = write_splits(folder, dtypes, pieces)
+        if counts.get("conversations", counts["documents"]) != counts["documents"]:
+            raise ValueError(f"{counts['conversations']:,} of {counts['documents']:,} documents are "
+                             "conversations, the others prompts and answers; make a folder of each")
         if not counts["documents"]:
             raise ValueError("the corpus is empty: no document holds any text; left out: "
                              f"{dict(left_out or {})}; name files that do")
@@ -138,17 +148,26 @@ def new_token_folder(out_dir, force):
 
 
 class Piece(NamedTuple):
-    """A part of a document, such as a prompt or an answer, or its end."""
+    """A part of a document, such as a prompt or an answer, or its end. Or a whole conversation, tokenized."""
 
     split: str  # train or val
     is_first: bool  # of its document
     raw: bytes  # UTF-8; empty: the end of the document
+    tokens: np.ndarray | None = None  # of a conversation, (n,)
+    mask: np.ndarray | None = None  # of these, uint8 (n,)
 
 
-def pieces_of(documents, val_fraction):
+def pieces_of(documents, val_fraction, encoder):
     """Yield each Piece of each document. A document is a text, an iterable of texts, or one of these with the
-    number that decides its split: (text, number in [0, 1))."""
+    number that decides its split: (text, number in [0, 1)). Or it is a Conversation."""
+    template = None
     for document in documents:
+        if isinstance(document, Conversation):
+            if template is None:
+                template = ChatTemplate(encoder, document.where, "name a tokenizer that has one: --tokenizer "
+                                        "hf:DIR")
+            yield conversation_piece(document, val_fraction, template)
+            continue
         fraction = None  # the hash of the first piece
         if isinstance(document, tuple):
             document, fraction = document
@@ -157,7 +176,7 @@ def pieces_of(documents, val_fraction):
         for text in texts:
             if not text:
                 continue
-            raw = text.encode("utf-8", errors="replace")
+            raw = encode_text(text)
             is_first = split is None
             if is_first:
                 if fraction is None:
@@ -168,6 +187,20 @@ def pieces_of(documents, val_fraction):
             yield Piece(split, is_first=False, raw=b"")
 
 
+def conversation_piece(conversation, val_fraction, template):
+    """Return the Piece that is a conversation."""
+    text, tokens, is_label = template.tokenize(conversation)
+    fraction = hash_fraction(encode_text(conversation.question()))
+    split = "val" if fraction < val_fraction else "train"
+    mask = np.where(is_label, LABEL, 0).astype(np.uint8)
+    mask[0] = FIRST_TOKEN
+    return Piece(split, True, encode_text(text), tokens, mask)
+
+
+def encode_text(text):
+    return text.encode("utf-8", errors="replace")
+
+
 def hash_fraction(raw):
     """Return the hash of bytes as a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
@@ -176,12 +209,14 @@ def hash_fraction(raw):
 def encoded(documents, encoder, val_fraction, pool):
     """Yield (piece, its tokens) for each Piece of each document."""
     def encode(piece):
+        if piece.tokens is not None:
+            return piece, piece.tokens
         tokens = encoder.encode_bytes(piece.raw, piece.is_first) if piece.raw else np.array([encoder.eot])
         if encoder.bos is not None and piece.is_first:
             tokens = np.append(encoder.bos, tokens)
         return piece, tokens
 
-    pieces = pieces_of(documents, val_fraction)
+    pieces = pieces_of(documents, val_fraction, encoder)
     while next_pieces := list(islice(pieces, 4 * os.cpu_count())):
         yield from pool.map(encode, next_pieces)
 
@@ -199,10 +234,13 @@ def write_splits(folder, dtypes, pieces):
                 files[split, suffix] = stack.enter_context(open(folder / f"{split}.{suffix}", "wb"))
         for piece, tokens in pieces:
             files[piece.split, "bin"].write(tokens.astype(dtypes["bin"]))
-            if "mask" in dtypes:
-                is_label = not piece.is_first  # after the prompt come the answer and the end of text
-                files[piece.split, "mask"].write(np.full(len(tokens), is_label, np.uint8))
-            if not piece.raw:  # the end of text
+            if piece.mask is not None:
+                files[piece.split, "mask"].write(piece.mask)
+                counts["conversations"] = counts.get("conversations", 0) + 1
+            elif "mask" in dtypes:
+                value = 0 if piece.is_first else LABEL  # after the prompt come the answer and the end of text
+                files[piece.split, "mask"].write(np.full(len(tokens), value, np.uint8))
+            if piece.is_first:
                 counts["documents"] += 1
             counts[f"{piece.split}_tokens"] += len(tokens)
             counts[f"{piece.split}_bytes"] += len(piece.raw)
