@@ -77,7 +77,9 @@ class ChatTemplate:
             raise ValueError(f"{where}: {self.name} has no chat template; {advice}")
         self.marks_answers = re.search(r"\{%-?\s*generation\b", str(self.renderer.chat_template)) is not None
         names = [tokenizer.encoding.id_to_token(token) for token in sorted(tokenizer.stop_tokens)]
-        self.stop_names = [name for name in names if name]
+        names = [name for name in names if name]
+        self.stop_names = " or ".join(names)
+        self.stop_pattern = "|".join(map(re.escape, names))
 
     def prompt(self, messages, where):
         """Return the tokens that the next message of the assistant follows, uint32 (n,)."""
@@ -91,34 +93,38 @@ class ChatTemplate:
         conversation.check()
         text = self._render(conversation.messages, conversation.where)
         ids = self._encode(text)
-        find_labels = self._marked_labels if self.marks_answers else self._labels_after_prompts
-        return text, ids, find_labels(conversation, text, ids)
-
-    def _labels_after_prompts(self, conversation, text, ids):
-        """Return whether each token is a label. Each prefix of messages before an answer, with the generation
-        prompt, has to be a prefix of the whole conversation, in characters and in tokens."""
-        is_stop = self._is_stop(ids)
+        if self.marks_answers:
+            return text, ids, self._marked_labels(conversation, ids)
         is_label = np.zeros(len(ids), bool)
         for index in conversation.answers():
-            place = f"{conversation.where}, message {index + 1}"
-            prompt_text = self._render(conversation.messages[:index], place, add_generation_prompt=True)
-            if not text.startswith(prompt_text):
-                raise ValueError(f"{place}: the chat template writes the messages before this answer in "
-                                 "another way when it follows; mark answers in it with {% generation %}")
-            prompt = self._encode(prompt_text)
-            start = len(prompt)
-            if not np.array_equal(prompt, ids[:start]):
-                raise ValueError(f"{place}: begins inside a token that begins in the prompt; take out the "
-                                 "white space where it begins, or where the template's prompt ends")
-            last_word = conversation.messages[index]["content"].split()[-1]
-            answer, *rest = self._split_at_stops(text[len(prompt_text):])
-            if not rest or not answer.rstrip().endswith(last_word):
-                self._refuse_end(place)
-            stop = start + np.argmax(is_stop[start:])
-            is_label[start:stop + 1] = True
-        return is_label
+            start, end = self._answer_span(conversation, index, text, ids)
+            is_label[start:end] = True
+        return text, ids, is_label
 
-    def _marked_labels(self, conversation, text, ids):
+    def _answer_span(self, conversation, index, text, ids):
+        """Return where the labels of messages[index] begin and end in `ids`. The prompt that generation would
+        continue there has to be a prefix of the whole conversation, in characters and in tokens."""
+        place = f"{conversation.where}, message {index + 1}"
+        prompt_text = self._render(conversation.messages[:index], place, add_generation_prompt=True)
+        if not text.startswith(prompt_text):
+            raise ValueError(f"{place}: the chat template writes the messages before this answer in another "
+                             "way when it follows; mark answers in the template with {% generation %}")
+        prompt = self._encode(prompt_text)
+        start = len(prompt)
+        if not np.array_equal(prompt, ids[:start]):
+            raise ValueError(f"{place}: begins inside a token that begins in the prompt; take out the white "
+                             "space where it begins, or where the template's prompt ends")
+        content = conversation.messages[index]["content"]
+        if re.search(self.stop_pattern, content):
+            raise ValueError(f"{place}: holds {self.stop_names}, which ends an answer; take it out")
+        answer, *rest = re.split(self.stop_pattern, text[len(prompt_text):], maxsplit=1)
+        last_word = content.split()[-1]
+        if not rest or not answer.rstrip().endswith(last_word):
+            self._refuse_end(place)
+        first_stop = start + np.argmax(self._is_stop(ids[start:]))
+        return start, first_stop + 1
+
+    def _marked_labels(self, conversation, ids):
         """Return whether each token is in a {% generation %} block, or the stop token after one."""
         where = conversation.where
         encoded = self._apply(conversation.messages, where, return_assistant_tokens_mask=True)
@@ -133,12 +139,8 @@ class ChatTemplate:
         return is_label
 
     def _refuse_end(self, place):
-        names = " or ".join(self.stop_names)
-        raise ValueError(f"{place}: the chat template writes no {names} right after the answer, which would "
-                         "not end; name the token that it writes as eos_token in tokenizer_config.json")
-
-    def _split_at_stops(self, text):
-        return re.split("|".join(map(re.escape, self.stop_names)), text)
+        raise ValueError(f"{place}: the chat template writes no {self.stop_names} right after the answer, "
+                         "so it would not end; name what it writes as eos_token in tokenizer_config.json")
 
     def _is_stop(self, ids):
         return np.isin(ids, list(self.tokenizer.stop_tokens))
