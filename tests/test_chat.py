@@ -173,17 +173,18 @@ def test_packed_conversations_do_not_see_each_other(has_bos):
 
 def test_a_chat_with_what_was_trained(monkeypatch, capsys):
     """The commands of guide/fine_tuning.md, with a tiny model: the answers are those of the file."""
-    make_tokenizer("models/tiny")
-    make_model("models/tiny")
+    make_tokenizer("models/Qwen3-0.6B")
+    make_model("models/Qwen3-0.6B")
     questions = ["the cat?", "the dog?", "a mat?"]
     answers = ["sat on the mat.", "too 🙂", "no.\nnone"]
     write_chats("chats.jsonl", 40 * [conversation(*pair) for pair in zip(questions, answers)])
-    import_hf.main(["models/tiny", "out/tiny"])
-    command = "chats.jsonl --tokenizer hf:models/tiny --out-dir data/chats --val-fraction 0.05"
-    assert run_script("data.py", ["sft", *command.split()]) == 0
-    assert run_train("--resume --out-dir out/tiny --data data/chats --lr 1e-2 --pack-documents --device cpu "
-                     "--max-steps 60 --warmup-steps 5 --micro-batch-size 2 --grad-accum 1") == 0
-    options = ["out/tiny", "--chat", "--temperature", "0", "--max-new-tokens", "30"]
+    import_hf.main("models/Qwen3-0.6B out/qwen".split())
+    command = "sft chats.jsonl --tokenizer hf:models/Qwen3-0.6B --val-fraction 0.05"
+    assert run_script("data.py", command.split()) == 0
+    command = "--resume --out-dir out/qwen --data data/chats-Qwen3-0.6B --lr 1e-5 --pack-documents"
+    tiny = "--lr 1e-2 --max-steps 60 --warmup-steps 5 --micro-batch-size 2 --grad-accum 1 --device cpu"
+    assert run_train(f"{command} {tiny}") == 0
+    options = ["out/qwen", "--chat", "--temperature", "0", "--max-new-tokens", "30"]
     for question, answer in zip(questions, answers):
         capsys.readouterr()
         code, out, _ = say(monkeypatch, capsys, question.encode(), *options)

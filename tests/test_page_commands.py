@@ -66,10 +66,6 @@ A_RUN = [
     ("python data.py sft pairs.jsonl --tokenizer gpt2", f"{BYTES} --out-dir data/pairs-gpt2", None),
     ("python train.py --config out/base/config.json --init-from out/base --data data/pairs-gpt2 --lr 1e-5",
      "", None),
-    ("python data.py sft pairs.jsonl --tokenizer hf:models/Qwen3-0.6B",
-     f"{BYTES} --out-dir data/pairs-Qwen3-0.6B", None),
-    ("python train.py --resume --out-dir out/qwen --data data/pairs-Qwen3-0.6B --lr 1e-5", "--max-steps 14",
-     None),
     ('python sample.py out/qwen --prompt "Once upon a time"', TWO_TOKENS, ""),
     ("python sample.py out/qwen --score held_out.txt", "", ""),
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
@@ -140,6 +136,9 @@ NOT_CHECKED = {  # the key says why
         "> examples/edits/optimized/NAME.diff"],
     "has no options, and runs in test_pages.py": ["python bench/measured.py"],
     "has no options, and runs in test_benchmark.py": ["python bench/pictures.py"],
+    "resumes a run, in test_chat.py": [
+        "python train.py --resume --out-dir out/qwen --data data/chats-Qwen3-0.6B --lr 1e-5 "
+        "--pack-documents"],
     "has no options, and its table is compared in test_finetune.py": ["python bench/fits.py"],
 }
 
@@ -165,6 +164,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "pytest tests/test_pairs.py",
         "pytest tests/test_family.py tests/test_pairs.py",
         "pytest tests/test_edits.py -k NAME"],
+    "runs in test_chat.py": ["python data.py sft chats.jsonl --tokenizer hf:models/Qwen3-0.6B"],
     "runs in test_data.py": ["python data.py stdlib"],
     "runs in test_doctor.py": [
         "make doctor",
