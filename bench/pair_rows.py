@@ -43,11 +43,13 @@ STACKS = {
         NANOTE_ENGINE=("", "fast"), model=("auto", "fast"), fp8_recipe=("delayed", "none"),
         dtype=("bfloat16",), compile=(False,)),
 }
-# Each stack has a row with these, if it has their values. Tracing is slow in two processes, and fastest
-# without FP8: no other row does that. The second ones went wrong together, and are more than two.
+# Each stack begins with rows that have these, if it has their values. Tracing is slow in two processes, and
+# fastest without FP8: no other row does that. The second ones went wrong together, and are more than two.
+# The others have most pairs of `compile`, so that few rows after them are traced.
 STARTS = (
     dict(layout="ddp", compile=True, fp8_recipe="none"),
     dict(layout="fsdp", fp8_recipe="none", bias=True),
+    *(dict(layout="one process", compile=True, fp8_recipe=recipe) for recipe in OPTIONS["fp8_recipe"]),
 )
 
 
@@ -131,7 +133,8 @@ def covering_choices(stack: str) -> list[dict]:
     missing = allowed_pairs(values)
     starts = []
     for start in STARTS:
-        if all(value in values[option] for option, value in start.items()):
+        has_values = all(value in values[option] for option, value in start.items())
+        if has_values and is_allowed(start | {"NANOTE_ENGINE": values["NANOTE_ENGINE"][0]}):
             starts.append(start)
     choices = []
     while starts or missing:

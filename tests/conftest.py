@@ -1,5 +1,6 @@
 """Tests import from the repository's root, use te_reference without a GPU, and do not use the network."""
 
+import gc
 import os
 import signal
 import sys
@@ -28,6 +29,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and Transformer Engine"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+def pytest_collection_finish():
+    """Let garbage collection, which tests call often, skip the modules that are imported by now."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # else some libraries print that objects are left
 
 
 @pytest.fixture(autouse=True)
