@@ -192,7 +192,8 @@ def forward_gemm(x, weight, bias=None):
 def input_gradient(dy, weight):
     """Return dgrad, dy @ weight, of two FP8 tensors, dy (N, out) and weight (out, in)."""
     accumulation = "either" if dy.rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(dy.rowwise, dy.scale_inv, weight.columnwise, weight.scale_inv, accumulation=accumulation)
+    transposed = casts.transposed(weight.rowwise) if weight.columnwise is None else weight.columnwise
+    return gemm(dy.rowwise, dy.scale_inv, transposed, weight.scale_inv, accumulation=accumulation)
 
 
 def weight_gradient(dy, x, **options):
@@ -272,8 +273,7 @@ class _NormLinear(torch.autograd.Function):
             x, branch, branch_bias, norm_weight, norm_bias, eps, layer.input_quantization)
         fp8_weight = layer.fp8_weight
         ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, fp8_y.columnwise, fp8_y.scale_inv, fp8_weight.columnwise,
-            fp8_weight.scale_inv)
+            residual, mean, rstd, norm_weight, fp8_y.columnwise, fp8_y.scale_inv, *fp8_weight.for_backward())
         ctx.layer = layer
         ctx.dbranch_quantization = dbranch_quantization
         ctx.tied_gradient = tied_gradient
@@ -296,9 +296,9 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
-    residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
+    residual, mean, rstd, norm_weight, y_columnwise, y_inv, *weight = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias
-    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(None, w_columnwise, w_inv)
+    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(*weight)
     dy, dweight, dbias = _backward_gemms(
         ctx.layer, dout, fp8_weight, fp8_y, needs_dy, needs.weight, needs.bias)
     if ctx.tied_gradient is not None and needs.weight:
@@ -335,8 +335,7 @@ class _Linear(torch.autograd.Function):
             saved_bias = x_bias
         fp8_weight = layer.fp8_weight
         ctx.save_for_backward(
-            saved_x, saved_bias, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
-            fp8_weight.scale_inv)
+            saved_x, saved_bias, fp8_x.columnwise, fp8_x.scale_inv, *fp8_weight.for_backward())
         ctx.layer = layer
         ctx.activation = activation
         ctx.dx_quantization = dx_quantization
@@ -345,10 +344,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        saved_x, saved_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
+        saved_x, saved_bias, x_columnwise, x_inv, *weight = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(None, w_columnwise, w_inv)
+        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(*weight)
         dx, dweight, dbias = _backward_gemms(
             ctx.layer, dy, fp8_weight, fp8_x, needs_dx, needs.weight, needs.bias)
         dx_bias = None
