@@ -305,7 +305,7 @@ def load(folder, model, optimizer=None) -> None:
         load_weights_only(reader, weights)
         return
     rng = f"rng{parallel.rank()}."
-    names = reader.names(("model.", "optimizer.", "fp8.", rng))
+    names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
     stored = local_parts(reader.read(names, like=weights))
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(model, stored)
@@ -319,9 +319,11 @@ def load(folder, model, optimizer=None) -> None:
 def load_weights_only(reader: "TensorReader", weights: dict) -> None:
     """Copy the stored weights to those of a model, one at a time: the host never holds a second copy."""
     for name, weight in weights.items():
-        stored_name = f"model.{name}"
-        stored = reader.read([stored_name], like=weights)[stored_name]
-        parallel.local_part(weight).copy_(parallel.local_part(stored))
+        names = [f"model.{name}"]
+        if f"frozen.{name}.scale" in reader.entries:
+            names.append(f"frozen.{name}.scale")
+        stored = local_parts(reader.read(names, like=weights))
+        training_state.write_weight(weight, stored[f"model.{name}"], stored.get(f"frozen.{name}.scale"))
 
 
 def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Tensor]:

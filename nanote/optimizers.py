@@ -19,6 +19,7 @@ import math
 import torch
 
 from nanote import parallel, recipes
+from nanote.engine import is_frozen_in_fp8
 
 
 class Optimizer:
@@ -121,6 +122,8 @@ def make_optimizer(model, config) -> Optimizer:
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     trained_by_muon = set(matrices)
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
+    if any(is_frozen_in_fp8(p) for p in parameters):  # to save memory: no state of frozen parameters
+        parameters = [p for p in parameters if p.requires_grad]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
@@ -146,7 +149,7 @@ def make_optimizer(model, config) -> Optimizer:
 def matrices_of_blocks(model) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
     blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
-    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
+    matrices = [p for p in blocks.parameters() if p.dim() == 2 and not is_frozen_in_fp8(p)]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")

@@ -2,6 +2,8 @@
 the optimizer, the FP8 scales and the random number generators.
 
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
+  A weight that is frozen in FP8 is stored dequantized, so that every model reads it, and has a second tensor,
+  "frozen.<parameter>.scale", with which it is quantized to the same bytes.
 - `parts_to_write` says what each rank stores: its shard of a sharded parameter, and its share of the tensors
   that all ranks have. `load_weights`, `load_optimizer` and `set_rng_state` put the tensors back.
 - A run may resume in another dtype: the float32 master of a BF16 weight is stored with the optimizer's state,
@@ -17,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nanote import parallel, recipes
+from nanote.engine import is_frozen_in_fp8
 
 NUMBER = ":number"  # ends the name of a number in an optimizer's state, which is stored as a 0-d tensor
 
@@ -101,7 +104,10 @@ def named_tensors(model, optimizer):
     """
     weights = weights_of(model)
     for name, weight in weights.items():
-        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+        if is_frozen_in_fp8(weight):
+            yield from named_tensors_of_frozen(name, weight)
+        else:
+            yield f"model.{name}", parallel.local_part(weight).detach(), weight
     names = names_of_parameters(weights)
     for local_parameter, state in optimizer.state.items():
         name = names[id(local_parameter)]
@@ -119,6 +125,14 @@ def named_tensors(model, optimizer):
                 yield f"optimizer.{name}.{key}", value.detach(), parameter
     for name, value in recipes.get_state(model).items():
         yield f"fp8.{name}", value, None
+
+
+def named_tensors_of_frozen(name: str, weight):
+    """Yield what `named_tensors` does of a weight that is frozen in FP8."""
+    yield f"model.{name}", weight.dequantize(), weight
+    scale = frozen_scale(weight)
+    if scale is not None:
+        yield f"frozen.{name}.scale", scale, None
 
 
 def is_first_replica(parameter: DTensor) -> bool:
@@ -148,7 +162,7 @@ def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
         source = stored.get(f"optimizer.{name}.master_param")
         if source is None:
             source = stored[f"model.{name}"]
-        parallel.local_part(weight).copy_(source)
+        write_weight(weight, source, stored.get(f"frozen.{name}.scale"))
 
 
 def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_groups=()) -> None:
@@ -201,6 +215,27 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: di
             current.copy_(remainder)
         else:
             current.copy_(value)
+
+
+# ---------------------------------------------------------------- weights that are frozen in FP8
+
+def frozen_scale(weight) -> torch.Tensor | None:
+    """Return the scale of a frozen weight, (1,) float32. None on Transformer Engine, where BF16 values give
+    it again."""
+    return getattr(weight, "scale", None)
+
+
+def write_weight(weight, values, scale=None) -> None:
+    """Copy values, this rank's part, to a parameter or a buffer.
+
+    scale: with which a weight that is frozen in FP8 is quantized. None: with that of the values' amax.
+    """
+    if not is_frozen_in_fp8(weight):
+        parallel.local_part(weight).copy_(values)
+    elif scale is None or frozen_scale(weight) is None:
+        weight.copy_(values.to(weight.dtype))  # a float32 master is rounded first, as for a BF16 weight
+    else:
+        weight.copy_(values, scale=scale)
 
 
 # ---------------------------------------------------------------- float32 masters

@@ -1,0 +1,358 @@
+"""freeze_in_fp8: weights that are not trained and stay in FP8 alone, on te_reference and fast_kernels."""
+
+import copy
+import functools
+import json
+import pickle
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import te_reference
+
+pytest.importorskip("triton")
+from fast_kernels import modules
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: F401
+from nanote import checkpoint
+from nanote.config import TrainConfig
+from nanote.ddp import make_gradients
+from nanote.engine import is_frozen_in_fp8
+from nanote.optimizers import make_optimizer
+from trainer_tools import (
+    MODERN,
+    ROOT,
+    RUN_ALL,
+    losses,
+    model_file,
+    randomize,
+    run_ranks,
+    run_train,
+)
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_inner=32, n_layer=2, n_head=2, use_fp8=True)
+FILES = {  # model file, engine, model class, config class
+    "reference": ("model_te_optimized", "reference", "OptimizedGPT2Model", "OptimizedConfig"),
+    "fast": ("model_te_fast", "fast", "FastGPT2Model", "FastConfig"),
+    "fast modules": ("model_te_optimized", "fast", "OptimizedGPT2Model", "OptimizedConfig"),
+    "te": ("model_te_optimized", "te", "OptimizedGPT2Model", "OptimizedConfig"),
+}
+UNTIED = MODERN | {"tie_embeddings": False}
+CHECKPOINTED = {"gradient_checkpointing": True}
+ONCE = {"keeps_transpose": False}
+TRAINED = ["norm", "bias", "blocks.1.mlp.fc2"]  # the rest is frozen
+load = functools.cache(model_file)
+
+
+def freeze(name, model, except_for, **options):
+    file, engine, *_ = FILES[name]
+    module = load(file, engine)
+    if file == "model_te_fast":
+        module.te.freeze_in_fp8(model, except_for, **options)
+    else:
+        module.freeze_in_fp8(model, except_for, **options)
+
+
+def build(name, device=DEVICE, **options):
+    file, engine, model_class, config_class = FILES[name]
+    module = load(file, engine)
+    torch.manual_seed(1)
+    model = getattr(module, model_class)(getattr(module, config_class)(**SMALL | options))
+    dtype = torch.float32 if name == "reference" and not HAS_GPU else torch.bfloat16
+    return randomize(model.to(device, dtype))
+
+
+def make_batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(64, (1, 17), generator=generator).to(DEVICE)  # each takes time in the interpreter
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def frozen_weights(model):
+    return {name: p for name, p in model.named_parameters() if is_frozen_in_fp8(p)}
+
+
+def frozen_bytes(model):
+    """Return {name: FP8 values of a frozen weight as bytes}."""
+    values = {}
+    for name, weight in frozen_weights(model).items():
+        fp8 = weight._data if hasattr(weight, "_data") else weight.rowwise  # the first on TE
+        values[name] = fp8.view(torch.uint8).clone()
+    return values
+
+
+def frozen_histories(model):
+    """Return the amax histories of the weights that are frozen."""
+    histories = []
+    for name in frozen_weights(model):
+        module, _, weight = name.rpartition(".")
+        slot = 4 if weight == "fc2_weight" else 1
+        histories.append(model.get_submodule(module).fp8_meta["scaling_fwd"].amax_history[:, slot].clone())
+    return histories
+
+
+def pair(name, options, **freezing):
+    """Return a model with frozen weights in FP8, and its twin that quantizes them in each step. Both begin
+    after a pass in which the twin has found the scales of its weights."""
+    twin = build(name, **options)
+    frozen = build(name, **options)
+    freeze(name, frozen, TRAINED, **freezing)
+    for parameter, other in zip(twin.parameters(), frozen.parameters()):
+        parameter.requires_grad_(other.requires_grad)
+    twin(*make_batch(9)).backward()
+    twin.zero_grad()
+    frozen.load_state_dict(twin.state_dict())
+    return frozen, twin
+
+
+def train(model, forward=None, steps=2):
+    """Train in steps of two micro-batches; return losses and gradients."""
+    if forward is None:
+        forward = model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    results = []
+    for step in range(steps):
+        for number in range(2):
+            loss = forward(*make_batch(2 * step + number), is_first_microbatch=(number == 0))
+            loss.backward()
+            results.append(loss.detach())
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+@torch.no_grad()
+def loss_of(model):
+    return model(*make_batch())
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name, options, freezing", [
+    ("reference", {}, {}), ("reference", UNTIED | CHECKPOINTED, {}),
+    ("fast", UNTIED | CHECKPOINTED, ONCE), ("fast modules", {}, {}),
+    # the same in other combinations; in Triton's interpreter each takes some seconds
+    on_gpu("fast", {}, {}), on_gpu("fast", CHECKPOINTED, {}), on_gpu("fast", UNTIED, ONCE),
+    on_gpu("fast modules", UNTIED | CHECKPOINTED, ONCE),
+    on_gpu("te", {}, {}), on_gpu("te", UNTIED | CHECKPOINTED, ONCE),
+])
+def test_the_rest_trains_as_beside_weights_quantized_in_each_step(name, options, freezing):
+    frozen, twin = pair(name, options, **freezing)
+    before = frozen_bytes(frozen)
+    histories = frozen_histories(frozen)
+    assert_equal(train(frozen), train(twin))
+    assert_equal(frozen_histories(frozen), histories)
+    after = frozen_bytes(frozen)
+    assert len(after) == 8 - 1 + (not twin.config.tie_embeddings)  # all GEMMs but fc2 of the last block
+    for key, values in after.items():
+        assert torch.equal(values, before[key]), key
+    for key, value in frozen.state_dict().items():
+        if key.endswith(".scale"):
+            assert torch.equal(value, twin.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("engine, module, sizes", [
+    (te_reference, "LayerNormLinear", (32, 48)), (modules, "Linear", (32, 48)),
+    on_gpu(modules, "LayerNormMLP", (32, 32)),  # in Triton's interpreter it takes eight seconds
+])
+def test_a_compiled_module_gives_the_bits_of_an_uncompiled_one(engine, module, sizes):
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = getattr(engine, module)(*sizes, device=DEVICE, params_dtype=torch.bfloat16)
+        engine.freeze_in_fp8(layer, except_for=["norm", "bias"], keeps_transpose=False)
+        recipe = engine.DelayedScaling(amax_history_len=3)
+
+        def run(x, engine=engine, layer=layer, recipe=recipe):
+            with engine.autocast(recipe=recipe):
+                return layer(x, is_first_microbatch=True)
+
+        net = torch.compile(run, backend="aot_eager", fullgraph=True) if compiles else run
+        x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        y = net(x)
+        y.sum().backward()
+        gradients = [p.grad for p in layer.parameters() if p.requires_grad]
+        results.append([y, x.grad, *gradients, layer.fp8_meta["scaling_fwd"].scale])
+    assert_equal(*results)
+
+
+def bytes_in_training(model):
+    """Return the bytes of weights, gradients, and masters and moments, after a step."""
+    config = TrainConfig()
+    optimizer = make_optimizer(model, config)
+    assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    gradients = make_gradients(model, config.grad_accum)
+    with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
+        model(*make_batch()).backward()
+    gradients.set_grad()
+    optimizer.step(torch.ones((), device=DEVICE), skip=torch.zeros((), dtype=torch.bool, device=DEVICE))
+    weights = sum(tensor.nbytes for p in model.parameters() for tensor in tensors_of(p))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    state = sum(tensor.nbytes for tensors in optimizer.state.values() for tensor in tensors.values())
+    return weights + buffers, sum(bucket.buffer.nbytes for bucket in gradients.buckets), state
+
+
+def tensors_of(parameter):
+    if not is_frozen_in_fp8(parameter):
+        return [parameter]
+    names, _ = parameter.__tensor_flatten__()
+    return [getattr(parameter, name) for name in names]
+
+
+@pytest.mark.parametrize("name, freezing, bytes_of_a_value, scales", [
+    ("reference", {}, 1, 1), ("fast modules", {}, 2, 2), ("fast modules", ONCE, 1, 2)])
+def test_a_frozen_weight_has_one_byte_a_value_and_no_state(name, freezing, bytes_of_a_value, scales):
+    model = build(name, n_layer=1, tie_embeddings=False).to(torch.bfloat16)
+    freeze(name, model, ["norm", "bias"], **freezing)
+    weights, gradients, state = bytes_in_training(model)
+    frozen = frozen_weights(model)
+    assert len(frozen) == 5
+    trained = [p for p in model.parameters() if p.requires_grad]
+    embeddings = model.wte.weight.nbytes + model.wpe.weight.nbytes
+    frozen_bytes = sum(bytes_of_a_value * p.numel() + 4 * scales for p in frozen.values())
+    assert weights == frozen_bytes + embeddings + sum(p.nbytes for p in trained)
+    assert gradients == sum(2 * -(-p.numel() // 128) * 128 for p in trained)
+    assert state == sum(12 * p.numel() for p in trained)  # float32: master and two moments
+
+
+@pytest.mark.parametrize("name", ["reference", "fast modules", on_gpu("te")])
+def test_what_becomes_of_a_frozen_model(name):
+    """It is copied, pickled, moved, saved and loaded with its bytes, and cannot be trained again."""
+    model, twin = pair(name, {"n_layer": 1}, **ONCE)
+    loss = loss_of(model)
+    with pytest.raises(ValueError, match="^requires_grad_: a weight .* is frozen in FP8"):
+        model.requires_grad_(True)
+    if name != "te":
+        with pytest.raises(ValueError, match="^requires_grad_: a weight .* is frozen in FP8"):
+            model.blocks[0].attn.qkv.weight.requires_grad = True
+    copies = [copy.deepcopy(model)]
+    if name != "te":  # whose weights lose what makes them frozen
+        copies += [pickle.loads(pickle.dumps(model)), model.to("cpu").to(DEVICE)]
+    for copied in copies:
+        assert torch.equal(loss_of(copied), loss)
+        assert frozen_weights(copied).keys() == frozen_weights(model).keys()
+    state = model.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    other = build(name, n_layer=1)
+    freeze(name, other, TRAINED, **ONCE)
+    for options in ({}, {"assign": True}) if name != "te" else ({},):
+        other.load_state_dict({key: value.clone() for key, value in state.items()}, **options)
+        assert torch.equal(loss_of(other), loss)
+        assert frozen_weights(other).keys() == frozen_weights(model).keys()
+    # without FP8 it computes with the dequantized weights
+    twin.load_state_dict(state)
+    for each in (model, twin):
+        each.config.use_fp8 = False
+    assert torch.equal(loss_of(model), loss_of(twin))
+
+
+@pytest.mark.parametrize("name", ["reference", "fast modules"])
+def test_weights_arrive_one_by_one_at_a_model_without_memory(name):
+    """It never has all weights in BF16: its modules are on the meta device before they are frozen."""
+    source = build(name, n_layer=1)
+    with torch.device("meta"):
+        model = build(name, device=None, n_layer=1)
+    blocks = list(model.blocks.parameters())
+    assert all(p.is_meta for p in blocks)
+    freeze(name, model, TRAINED)
+    model.to_empty(device=DEVICE)
+    model.lm_head.weight = model.wte.weight
+    assert sum(p.rowwise.nbytes for p in frozen_weights(model.blocks).values()) == 4 * 32 * 32 + 32 * 64
+    state = source.state_dict()
+    for key in list(state):
+        model.load_state_dict({key: state.pop(key)}, strict=False)
+    freeze(name, source, TRAINED)
+    assert torch.equal(loss_of(model), loss_of(source))
+
+
+@pytest.mark.parametrize("recipe", [te_reference.Float8BlockScaling(), te_reference.MXFP8BlockScaling()])
+def test_recipes_with_many_scales_are_refused(recipe):
+    layer = te_reference.Linear(32, 32, device=DEVICE)
+    te_reference.freeze_in_fp8(layer)
+    with pytest.raises(ValueError, match="has one scale; use DelayedScaling or Float8CurrentScaling$"):
+        with te_reference.autocast(recipe=recipe):
+            layer(torch.randn(32, 32, device=DEVICE))
+
+
+def make_adapters(folder, model):
+    """Write the edit `lora` of a model file as bf16.py, and with the rest frozen in FP8 as my_model.py."""
+    (folder / "my_model.py").write_text((ROOT / f"model_te_{model}.py").read_text())
+    diff = ROOT / "examples" / "edits" / model / "lora.diff"
+    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
+    edited = (folder / "my_model.py").read_text()
+    (folder / "bf16.py").write_text(edited)
+    plain = """        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+"""
+    assert plain in edited
+    function = "te.freeze_in_fp8" if model == "fast" else "freeze_in_fp8"
+    frozen = f'        {function}(self, except_for=["lora_"])\n'
+    (folder / "my_model.py").write_text(edited.replace(plain, frozen))
+
+
+ADAPTERS = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 "
+            "--pack-documents --gradient-checkpointing --lr 1e-2 --warmup-steps 0 --max-steps 4 "
+            f"--eval-tokens 64 --log-interval 1 --checkpoint-interval 2 --device {DEVICE}")
+
+
+@pytest.mark.parametrize("model, model_class", [
+    ("optimized", "OptimizedGPT2Model"), on_gpu("fast", "FastGPT2Model")])
+def test_adapters_resume_exactly(model, model_class, in_tmp_path, tmp_path, tokens):
+    """On a GPU the steps run in CUDA graphs."""
+    make_adapters(tmp_path, model)
+    options = f"{ADAPTERS} --model my_model.py:{model_class} --dropout 0.1"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    shutil.copytree("run", "resumed", ignore=shutil.ignore_patterns("step-4"))
+    assert run_train(f"{options} --out-dir resumed --resume", tokens) == 0
+    assert losses("resumed") == pytest.approx(losses("run"), rel=1e-3 if HAS_GPU else 0)
+    folders = "run/step-2", "run/step-4", "resumed/step-4"
+    start, end, resumed = (checkpoint.read_tensors(folder, ("",)) for folder in folders)
+    for name, tensor in end.items():
+        is_trained = name.startswith("model.") and "lora_" in name
+        if name.startswith("model."):
+            assert torch.equal(start[name], tensor) != is_trained, name
+        if not HAS_GPU or name.startswith(("model.", "frozen.")) and not is_trained:
+            assert torch.equal(resumed[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    stateful = {name.removesuffix(".exp_avg") for name in end if name.endswith(".exp_avg")}
+    assert stateful == {f"optimizer.blocks.0.attn.lora_{ab}.weight" for ab in "ab"}
+    for name in end:
+        if name.startswith("frozen."):  # the scales of training are those of serving
+            module, weight, _ = name.removeprefix("frozen.").rsplit(".", 2)
+            scales = end[f"fp8.{module}.scaling_fwd.scale"]
+            assert torch.equal(scales[4 if weight == "fc2_weight" else 1], end[name][0])
+
+
+@pytest.mark.parametrize("model, model_class", [
+    ("optimized", "OptimizedGPT2Model"), on_gpu("fast", "FastGPT2Model")])
+def test_adapters_train_as_beside_weights_in_bf16(model, model_class, in_tmp_path, tmp_path, tokens):
+    """Not bit for bit: these weights have a scale of 1 in the first of the passes that find the scales."""
+    make_adapters(tmp_path, model)
+    assert run_train(f"{ADAPTERS} --model {model} --out-dir base", tokens) == 0
+    for file in ("bf16", "my_model"):
+        options = f"{ADAPTERS} --model {file}.py:{model_class} --init-from base --out-dir {file}"
+        assert run_train(options, tokens) == 0
+    assert losses("my_model") == pytest.approx(losses("bf16"), rel=1e-3)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="two ranks need two GPUs")
+def test_two_ranks_train_adapters_as_one(in_tmp_path, tmp_path, tokens):
+    make_adapters(tmp_path, "optimized")
+    one = f"{ADAPTERS} --model my_model.py:OptimizedGPT2Model --data {tokens}"
+    assert run_train(f"{one} --out-dir one") == 0
+    two = one.replace("--grad-accum 2", "--grad-accum 1")
+    run_ranks(RUN_ALL, [str(ROOT), json.dumps({"two": two}), ""])
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    expected = checkpoint.read_tensors("one/step-4", ("model.", "frozen."))
+    found = checkpoint.read_tensors("two/step-4", ("model.", "frozen."))
+    for name, tensor in expected.items():
+        if "lora_" not in name:
+            assert torch.equal(found[name], tensor), name
