@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench import finetune, fits, hf_models, measure, measured, step
-from model_te_optimized import OptimizedGPT2Model
+from model_te_optimized import OptimizedGPT2Model, freeze_in_fp8
 from nanote.config import TrainConfig
+from nanote.models import make_model_config
 from trainer_tools import ROOT, randomize
 
 pytest.importorskip("transformers")
@@ -81,6 +82,26 @@ def test_counted_memory_is_at_most_30_percent_above_measured(shape):
     rows = json.loads((ROOT / "results/memory.json").read_text())
     [row] = measured.find(rows, shape=shape, switch="gradient checkpointing")
     assert 1 < counted / 2**30 / row["peak_gib"] < 1.3
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3-8b"])  # a tied head, and one of its own
+def test_frozen_weights_take_the_bytes_that_are_counted(name):
+    options = hf_models.options_of(hf_models.hf_config(name, is_tiny=True))
+    model = OptimizedGPT2Model(make_model_config("optimized", options)).to(torch.bfloat16)
+    freeze_in_fp8(model)
+    in_bf16 = 0
+    in_fp8 = 0
+    for parameter in model.parameters():
+        if getattr(parameter, "is_frozen_in_fp8", False):
+            in_fp8 += parameter.numel()
+        else:
+            in_bf16 += parameter.numel()
+    sizes = fits.sizes_of(model.config)
+    made_in_each_step = fits.FP8_COPIES * sizes.head if model.config.tie_embeddings else 0
+    for bytes_in_fp8, keeps_transpose in ((1, False), (2, True)):
+        counted = fits.frozen(sizes, keeps_transpose) - fits.adapters(sizes) - made_in_each_step
+        assert counted == 2 * in_bf16 + bytes_in_fp8 * in_fp8
 
 
 def test_the_page_has_the_table_of_what_fits():
