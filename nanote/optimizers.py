@@ -126,6 +126,7 @@ def make_optimizer(model, config) -> Optimizer:
         parameters = [p for p in parameters if p.requires_grad]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]  # FastAdam reads its dtype from the first one
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
     is_fast = parameters[0].is_cuda and not recipes.IS_REFERENCE
