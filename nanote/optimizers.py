@@ -124,6 +124,8 @@ def make_optimizer(model, config) -> Optimizer:
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
     if any(is_frozen_in_fp8(p) for p in parameters):  # to save memory: no state of frozen parameters
         parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:  # Muon trains all that is not frozen, such as adapters in blocks
+        return Optimizer(model, make_muon(matrices, config))
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]  # FastAdam reads its dtype from the first one
@@ -139,12 +141,15 @@ def make_optimizer(model, config) -> Optimizer:
             master_weights=any(p.dtype != torch.float32 for p in parameters),
             master_weight_dtype=torch.float32, **options)
     if matrices:
-        from nanote.muon import Muon
-        muon = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
-        return Optimizer(model, muon, adamw)
+        return Optimizer(model, make_muon(matrices, config), adamw)
     if is_fast:
         return FastOptimizer(model, adamw)
     return Optimizer(model, adamw)
+
+
+def make_muon(matrices, config):
+    from nanote.muon import Muon
+    return Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def matrices_of_blocks(model) -> list:

@@ -435,6 +435,15 @@ def test_adapters_resume_exactly(model, options, in_tmp_path, tmp_path, tokens, 
             assert torch.equal(scales[4 if weight == "fc2_weight" else 1], end[name][0])
 
 
+def test_muon_trains_adapters_alone(in_tmp_path, tmp_path, tokens):
+    make_adapters(tmp_path, "optimized")
+    options = f"{ADAPTERS} --attention sdpa --optimizer muon --model my_model.py:OptimizedGPT2Model"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    start, end = (checkpoint.read_tensors(f"run/step-{step}") for step in (2, 4))
+    changed = {name for name, tensor in end.items() if not torch.equal(start[name], tensor)}
+    assert changed == {f"model.blocks.0.attn.lora_{ab}.weight" for ab in "ab"}
+
+
 @pytest.mark.parametrize("model", ["optimized", on_gpu("fast")])
 def test_adapters_train_as_beside_weights_in_bf16(model, in_tmp_path, tmp_path, tokens):
     """Not bit for bit: these weights have a scale of 1 in the first of the passes that find the scales."""
