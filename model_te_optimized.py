@@ -341,6 +341,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
+def checkpoint(block, x, *args):
+    """Run block(x, *args) without saving activations; the backward pass recomputes them."""
+    if ENGINE == "te" and not x.requires_grad:  # x comes from frozen embeddings or blocks
+        # TE's checkpoint is reentrant: parameters get gradients only if its input does
+        x.requires_grad_(any(parameter.requires_grad for parameter in block.parameters()))
+    return te.checkpoint(block, x, *args)
+
+
 def cross_entropy(logits, labels):
     """Return the mean over the labels that are not -100, float32: (B, S, vocab_size), (B, S) -> ()."""
     loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
@@ -410,7 +418,7 @@ class OptimizedGPT2Model(FP8Model):
             for layer, block in enumerate(self.blocks):
                 with self.fp8_if(self.in_fp8(layer)):
                     if recomputes:
-                        x = te.checkpoint(block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
+                        x = checkpoint(block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
                     else:
                         x = block(x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
             if kv_cache is not None:

@@ -93,6 +93,14 @@ def test_the_edited_model_trains_in_fp8(edit, model, build):
             assert torch.equal(parameter, before[name]) != learns, name
 
 
+@pytest.mark.parametrize("edit", ["freeze", "lora"])
+def test_recomputed_blocks_train_behind_frozen_embeddings(edit, build):
+    net = build("optimized", edit, gradient_checkpointing=True)
+    net(*make_batch()).backward()
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_what_each_edit_does(model, build):
     ids, _ = make_batch()
