@@ -639,15 +639,15 @@ def freeze_weight_on_te(weight, keeps_transpose):
     quantizer = tensors.Float8CurrentScalingQuantizer(e4m3, weight.device, columnwise=keeps_transpose)
     frozen = nn.Parameter(quantizer(weight.detach()), requires_grad=False)
     frozen.is_frozen_in_fp8 = True
-    frozen.requires_grad_ = refuse_to_train
+    frozen.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))
     frozen.update_quantizer = keep_quantizer
     return frozen
 
 
-def refuse_to_train(requires_grad=True):
+def refuse_to_train(shape, requires_grad=True):
     if requires_grad:
-        raise ValueError("requires_grad_: a weight is frozen in FP8, without the bits that an update "
-                         "changes; name it in freeze_in_fp8(…, except_for=[…])")
+        raise ValueError(f"requires_grad_: a weight {shape} is frozen in FP8, without the "
+                         "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
 
 
 def keep_quantizer(quantizer):
@@ -667,11 +667,12 @@ def save_frozen_weights(module, state_dict, prefix):
     for name, weight in module.named_parameters(recurse=False):
         if not is_frozen_in_fp8(weight):
             continue
+        is_on_te = hasattr(weight, "_scale_inv")  # not ENGINE: a FastGPT2Model is on fast_kernels beside TE
         saved = state_dict.get(prefix + name)
-        if ENGINE == "te" and saved is not None and saved is not weight:  # with keep_vars=True it is
+        if is_on_te and saved is not None and saved is not weight:  # with keep_vars=True it is
             state_dict[prefix + name] = weight.dequantize()
         if getattr(scaling, "scale", None) is not None:
-            scale = weight._scale_inv.reciprocal() if ENGINE == "te" else weight.scale
+            scale = weight._scale_inv.reciprocal() if is_on_te else weight.scale
             gemm = 1 if name == "fc2_weight" else 0
             scaling.scale[3 * gemm + 1:3 * gemm + 2] = scale
 
