@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import finetune, fits, hf_models, measure, measured, step
-from model_te_optimized import OptimizedGPT2Model, freeze_in_fp8
+from model_te_optimized import OptimizedGPT2Model, freeze_in_fp8, is_frozen_in_fp8
 from nanote.config import TrainConfig
 from nanote.models import make_model_config
 from trainer_tools import ROOT, randomize
@@ -65,6 +65,20 @@ def test_rows_compare_the_kit_with_transformers_and_llmq(tmp_path, capsys, monke
     assert beside_llmq["ratio_to_llmq"] == pytest.approx(beside_llmq["tokens_per_s"] / 164e3, rel=1e-4)
 
 
+@on_cpu
+@pytest.mark.parametrize("arm, frozen_in_fp8", [("fp8-adapters", 0), ("fp8-checkpointing-frozen", 4)])
+def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8):
+    config = finetune.train_config(
+        finetune.Setting("qwen2.5-0.5b", 2, seq_len=32), hf_models.hf_config("qwen2.5-0.5b", is_tiny=True))
+    figures, training = finetune.measure_adapters(arm, config, measure.Timing(CPU, steps=4, phases=0))
+    assert figures["arm"] == arm and figures["tokens_per_s"] > 0
+    assert training.model.config.gradient_checkpointing == ("checkpointing" in arm)
+    assert {name.split(".")[-2] for name, p in training.model.named_parameters() if p.requires_grad} == {
+        "lora_a", "lora_b"}
+    weights = training.model.blocks[0].parameters()
+    assert sum(is_frozen_in_fp8(weight) for weight in weights) == frozen_in_fp8
+
+
 @pytest.mark.parametrize("name, parameters", [
     ("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400), ("qwen2.5-1.5b", 1_543_714_304),
     ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512), ("llama-3-8b", 8_030_261_248),
@@ -93,7 +107,7 @@ def test_frozen_weights_take_the_bytes_that_are_counted(name):
     in_bf16 = 0
     in_fp8 = 0
     for parameter in model.parameters():
-        if getattr(parameter, "is_frozen_in_fp8", False):
+        if is_frozen_in_fp8(parameter):
             in_fp8 += parameter.numel()
         else:
             in_bf16 += parameter.numel()
