@@ -397,13 +397,9 @@ def make_adapters(folder, model):
     subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
     edited = (folder / "my_model.py").read_text()
     (folder / "bf16.py").write_text(edited)
-    plain = """        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-"""
+    plain = 'lora_base: str = "bf16"'
     assert plain in edited
-    function = "te.freeze_in_fp8" if model == "fast" else "freeze_in_fp8"
-    frozen = f'        {function}(self, except_for=["lora_"])\n'
-    (folder / "my_model.py").write_text(edited.replace(plain, frozen))
+    (folder / "my_model.py").write_text(edited.replace(plain, 'lora_base: str = "fp8_twice"'))
 
 
 ADAPTERS = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 "
@@ -430,12 +426,16 @@ def test_adapters_resume_exactly(model, options, in_tmp_path, tmp_path, tokens, 
             assert torch.equal(start[name], tensor) != is_trained, name
         assert torch.equal(as_bytes(resumed[name]), as_bytes(tensor)), name
     stateful = {name.removesuffix(".exp_avg") for name in end if name.endswith(".exp_avg")}
-    assert stateful == {f"optimizer.blocks.0.attn.lora_{ab}.weight" for ab in "ab"}
+    layers = "attn.lora_qkv", "attn.lora_proj", "mlp.lora_fc1", "mlp.lora_fc2"
+    assert stateful == {f"optimizer.blocks.0.{layer}.{ab}" for layer in layers for ab in "ab"}
     for name in end:
         if name.startswith("frozen."):  # the scales of training are those of serving
             module, weight, _ = name.removeprefix("frozen.").rsplit(".", 2)
-            scales = end[f"fp8.{module}.scaling_fwd.scale"]
-            assert torch.equal(scales[4 if weight == "fc2_weight" else 1], end[name][0])
+            slot = 4 if weight == "fc2_weight" else 1
+            if model == "optimized" and module.endswith("mlp"):  # fc1 and fc2 are modules of their own
+                module += f".{weight.removesuffix('_weight')}"
+                slot = 1
+            assert torch.equal(end[f"fp8.{module}.scaling_fwd.scale"][slot], end[name][0])
 
 
 def test_muon_trains_adapters_alone(in_tmp_path, tmp_path, tokens):
