@@ -81,11 +81,8 @@ SETTINGS = {
         "qwen2.5-1.5b", 16, grad_accum=32, llmq_rates={"fp8": 73e3, "bf16": 59e3}, **LLMQ),
 }
 ON_CPU = dict(micro_batch_size=2, seq_len=32)
-ADAPTERS = {  # word that ends the name of an arm: arguments of freeze_in_fp8; None: weights stay in BF16
-    "adapters": None,
-    "frozen": "keeps_transpose=False",
-    "frozen_transposes": "keeps_transpose=True",
-}
+# {word that ends the name of an arm: field lora_base of the edit lora}
+ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_twice"}
 ADAPTERS_LR = 2.0**-9  # of the steps that must lower the loss, which those of measure.py hardly move
 
 
@@ -188,20 +185,6 @@ def trains_adapters(arm: str) -> bool:
     return split_arm(arm)[1] is not None
 
 
-def adapters_file(model: str, word: str, folder: Path) -> Path:
-    """Write a copy of a model file that trains adapters alone. model: "fast" or "optimized"."""
-    path = edits.edited_file(model, "lora", folder)
-    arguments = ADAPTERS[word]
-    if arguments is not None:
-        loop = """        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-"""
-        function = "te.freeze_in_fp8" if model == "fast" else "freeze_in_fp8"
-        before, after = path.read_text().split(loop)
-        path.write_text(f'{before}        {function}(self, except_for=["lora_"], {arguments})\n{after}')
-    return path
-
-
 def make_adapters(config, device, batches) -> Training:
     """Make the training of adapters. Its memory peak leaves out what was allocated here."""
     training = Training(config, device, batches)
@@ -217,8 +200,9 @@ def measure_adapters(arm: str, config, timing):
     dtype = torch.bfloat16 if timing.device.type == "cuda" else torch.float32
     model, _ = models.pick_model(dataclasses.asdict(config), timing.device, dtype)
     with tempfile.TemporaryDirectory() as folder:
-        path = adapters_file(model, word, Path(folder))
-        config = dataclasses.replace(config, model=f"{path}:{edits.CLASSES[model]}")
+        path = edits.edited_file(model, "lora", Path(folder))
+        settings = ((f"lora_base={ADAPTERS[word]}",),)
+        config = dataclasses.replace(config, model=f"{path}:{edits.CLASSES[model]}", set=settings)
         agreement = measure.Agreement(lr=ADAPTERS_LR)
         return measure.measure(arm, config, make_adapters, timing, agreement=agreement)
 

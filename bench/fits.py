@@ -8,7 +8,7 @@ One sequence of 4,096 tokens a step, with gradient checkpointing. Bytes per para
             (two BF16 moments: 4). And 2 in GEMMs, whose weights have an E4M3 copy and its transpose
 - frozen    1 in GEMMs of the blocks and in an untied head, which stay in E4M3 alone (2 with transposes kept).
             2 in embeddings, norms and biases, which stay in BF16; a tied head is quantized, too: 2 more
-- adapters  16, of rank 16 on attention's output projection, as in the edit lora
+- adapters  14, of rank 16 beside all GEMMs of the blocks, as in the edit lora
 
 Activations: the two BF16 inputs of each block, the residual and the branch to be added. Then the larger of
 the logits and one block: logits in BF16, and their gradient twice in FP8; in a block the input of each GEMM
@@ -89,22 +89,25 @@ def frozen(sizes: Sizes, keeps_transpose: bool = False) -> int:
 
 def adapters(sizes: Sizes) -> int:
     """Return the bytes of the edit lora's adapters, which are trained."""
-    config = sizes.config
-    number = config.n_layer * RANK * (config.n_head * config.head_dim + config.n_embd)
-    return (WEIGHT + GRADIENT + REMAINDER + 2 * 4 + FP8_COPIES) * number
+    values_per_rank = sum(map(sum, gemms_of_block(sizes.config)))
+    number = sizes.config.n_layer * RANK * values_per_rank
+    return (WEIGHT + GRADIENT + REMAINDER + 2 * 4) * number
+
+
+def gemms_of_block(config) -> list[tuple[int, int]]:
+    """Return the sizes of input and output of qkv, proj, fc1 (gated) and fc2."""
+    width = config.n_head * config.head_dim
+    qkv = width + 2 * config.n_kv_head * config.head_dim
+    return [(config.n_embd, qkv), (width, config.n_embd), (config.n_embd, 2 * config.n_inner),
+            (config.n_inner, config.n_embd)]
 
 
 def activations(sizes: Sizes, tokens: int = TOKENS) -> int:
     """Return the bytes of activations with gradient checkpointing."""
     config = sizes.config
     inputs_of_blocks = 2 * 2 * config.n_embd * config.n_layer
-    width = config.n_head * config.head_dim
-    qkv = width + 2 * config.n_kv_head * config.head_dim
-    gemms = [  # (input, output)
-        (config.n_embd, qkv), (width, config.n_embd), (config.n_embd, 2 * config.n_inner),
-        (config.n_inner, config.n_embd)]
     block = 0
-    for input_size, output_size in gemms:
+    for input_size, output_size in gemms_of_block(config):
         block += 2 * (2 * input_size + 2 * output_size)
     logits = (2 + 2) * config.vocab_size
     return tokens * (inputs_of_blocks + max(block, logits))

@@ -9,8 +9,8 @@ are there rowwise and transposed. With N tokens and low = scale · x @ aᵀ, (N,
 
 What that costs by arithmetic, in a block of Llama-3-8B with 4,096 tokens and rank 16 on an H100: narrow_gemm
 reads 0.57 GB in FP8, and y and dx are written once more, 0.57 GB in BF16. The GEMMs that add to them read
-them while they compute. At 3.2 TB/s this is 0.36 ms, beside 3.2 ms of forward GEMMs and dgrad at 1.1 PFLOP/s. The
-adapters' own FLOPs are 0.6 % of theirs.
+them while they compute. At 3.2 TB/s this is 0.36 ms, beside 3.2 ms of forward GEMMs and dgrad at 1.1 PFLOP/s.
+The adapters' own FLOPs are 0.6 % of theirs.
 
 Rows of a could instead be further rows of the layer's weight. That saves the forward reads of x, 0.11 GB or
 0.03 ms, but each of the four GEMMs computes another tile of 256 columns for them, 0.05 ms, and its output has

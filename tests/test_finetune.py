@@ -74,7 +74,7 @@ def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8):
     assert figures["arm"] == arm and figures["tokens_per_s"] > 0
     assert training.model.config.gradient_checkpointing == ("checkpointing" in arm)
     assert {name.split(".")[-2] for name, p in training.model.named_parameters() if p.requires_grad} == {
-        "lora_a", "lora_b"}
+        "lora_qkv", "lora_proj", "lora_fc1", "lora_fc2"}
     weights = training.model.blocks[0].parameters()
     assert sum(is_frozen_in_fp8(weight) for weight in weights) == frozen_in_fp8
 

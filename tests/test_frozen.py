@@ -405,6 +405,8 @@ def make_adapters(folder, model):
 ADAPTERS = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 "
             "--pack-documents --lr 1e-2 --warmup-steps 0 --max-steps 4 "
             f"--eval-tokens 64 --log-interval 1 --checkpoint-interval 2 --device {DEVICE}")
+ADAPTER_NAMES = [f"blocks.0.{layer}.{ab}" for ab in "ab" for layer in (
+    "attn.lora_qkv", "attn.lora_proj", "mlp.lora_fc1", "mlp.lora_fc2")]
 CLASSES = {"optimized": "OptimizedGPT2Model", "fast": "FastGPT2Model"}
 
 
@@ -426,8 +428,7 @@ def test_adapters_resume_exactly(model, options, in_tmp_path, tmp_path, tokens, 
             assert torch.equal(start[name], tensor) != is_trained, name
         assert torch.equal(as_bytes(resumed[name]), as_bytes(tensor)), name
     stateful = {name.removesuffix(".exp_avg") for name in end if name.endswith(".exp_avg")}
-    layers = "attn.lora_qkv", "attn.lora_proj", "mlp.lora_fc1", "mlp.lora_fc2"
-    assert stateful == {f"optimizer.blocks.0.{layer}.{ab}" for layer in layers for ab in "ab"}
+    assert stateful == {f"optimizer.{name}" for name in ADAPTER_NAMES}
     for name in end:
         if name.startswith("frozen."):  # the scales of training are those of serving
             module, weight, _ = name.removeprefix("frozen.").rsplit(".", 2)
@@ -444,7 +445,7 @@ def test_muon_trains_adapters_alone(in_tmp_path, tmp_path, tokens):
     assert run_train(f"{options} --out-dir run", tokens) == 0
     start, end = (checkpoint.read_tensors(f"run/step-{step}") for step in (2, 4))
     changed = {name for name, tensor in end.items() if not torch.equal(start[name], tensor)}
-    assert changed == {f"model.blocks.0.attn.lora_{ab}.weight" for ab in "ab"}
+    assert changed == {f"model.{name}" for name in ADAPTER_NAMES}
 
 
 @pytest.mark.parametrize("model", ["optimized", on_gpu("fast")])
