@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from nanote import parallel, recipes
+from nanote import adapters, parallel, recipes
 from nanote.engine import is_frozen_in_fp8
 
 
@@ -122,7 +122,8 @@ def make_optimizer(model, config) -> Optimizer:
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     trained_by_muon = set(matrices)
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
-    if any(is_frozen_in_fp8(p) for p in parameters):  # to save memory: no state of frozen parameters
+    saves_memory = any(is_frozen_in_fp8(p) for p in parameters) or adapters.trains_only_adapters(model)
+    if saves_memory:  # no state of frozen parameters
         parameters = [p for p in parameters if p.requires_grad]
     if not parameters:  # Muon trains all that is not frozen, such as adapters in blocks
         return Optimizer(model, make_muon(matrices, config))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from nanote import parallel, recipes
+from nanote import adapters, parallel, recipes
 from nanote.engine import is_frozen_in_fp8
 
 NUMBER = ":number"  # ends the name of a number in an optimizer's state, which is stored as a 0-d tensor
@@ -97,17 +97,17 @@ def parts_to_write(model, optimizer) -> Iterator[StoredPart]:
 
 
 def named_tensors(model, optimizer):
-    """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state.
+    """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state. The weights that the base of
+    adapters has are left out.
 
     `parameter` is a DTensor if `tensor` is only this rank's shard, of the parameter or of a state that is
     sharded like it. Otherwise all ranks have the whole tensor.
     """
     weights = weights_of(model)
+    names_of_base = adapters.names_of_base(model)
     for name, weight in weights.items():
-        if is_frozen_in_fp8(weight):
-            yield from named_tensors_of_frozen(name, weight)
-        else:
-            yield f"model.{name}", parallel.local_part(weight).detach(), weight
+        if name not in names_of_base:
+            yield from named_tensors_of_weight(name, weight)
     names = names_of_parameters(weights)
     for local_parameter, state in optimizer.state.items():
         name = names[id(local_parameter)]
@@ -127,8 +127,11 @@ def named_tensors(model, optimizer):
         yield f"fp8.{name}", value, None
 
 
-def named_tensors_of_frozen(name: str, weight):
-    """Yield what `named_tensors` does of a weight that is frozen in FP8."""
+def named_tensors_of_weight(name: str, weight):
+    """Yield what `named_tensors` does of a weight."""
+    if not is_frozen_in_fp8(weight):
+        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+        return
     yield f"model.{name}", weight.dequantize(), weight
     scale = frozen_scale(weight)
     if scale is not None:
@@ -152,13 +155,14 @@ def shard_offsets(parameter: DTensor) -> list[int]:
 
 # ---------------------------------------------------------------- from tensors to a run
 
-def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
-    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model.
+def load_weights(model, stored: dict[str, torch.Tensor], weights=None) -> None:
+    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model, or to those of
+    `weights`, {name: tensor}.
 
     A weight that has a float32 master becomes the master, rounded to the model's dtype. "model.<parameter>"
     was rounded when it was saved: to BF16, or to FP8 by version 0.2 with --fp8-param.
     """
-    for name, weight in weights_of(model).items():
+    for name, weight in (weights or weights_of(model)).items():
         source = stored.get(f"optimizer.{name}.master_param")
         if source is None:
             source = stored[f"model.{name}"]
