@@ -324,18 +324,15 @@ def load_base(base: Path, meta: dict, model, entries: dict) -> dict:
     model's others. entries: of the checkpoint's TensorReader. Collective."""
     weights = training_state.weights_of(model)
     tensors = read_base(base, weights)
-    names = frozenset(name for name in weights if f"model.{name}" in tensors) - names_of_weights(entries)
+    adapters_there = under_prefix(entries, "model.")
+    names = frozenset(under_prefix(tensors, "model.")) & weights.keys() - adapters_there.keys()
+    dtype = next(iter(adapters_there.values())).properties.dtype  # of the weights in training
     for name in names:
         values = tensors.get(f"optimizer.{name}.master_param", tensors[f"model.{name}"])
-        values = parallel.sharded_like(weights[name], values)
+        values = parallel.sharded_like(weights[name], values.to(dtype))
         training_state.write_weight(weights[name], parallel.local_part(values))
     model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], names)
     return {name: tensor for name, tensor in weights.items() if name not in names}
-
-
-def names_of_weights(tensors) -> frozenset[str]:
-    """Return the names of the weights among those of a checkpoint's tensors."""
-    return frozenset(under_prefix(dict.fromkeys(tensors), "model."))
 
 
 def read_base(folder: Path, weights: dict) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Runs of the edit `lora`: checkpoints with adapters alone, which name their base, and what is made of them."""
+"""Runs of the edit `lora`: checkpoints with adapters alone, which name their base, and exports of them."""
 
 import json
 import shutil
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import sample
 import train
-from nanote import checkpoint
+from nanote import checkpoint, trained_model
+from tools import export_hf
 from trainer_tools import ROOT, losses, metrics, run_script, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -18,6 +20,7 @@ SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --
 STEPS = "--lr 1e-2 --warmup-steps 0 --max-steps 4 --eval-tokens 64 --log-interval 1 --checkpoint-interval 2"
 LLAMA = "--use-rmsnorm --use-rotary --activation swiglu --no-bias --n-kv-head 1"
 LORA = "--model my_model.py:OptimizedGPT2Model"
+NAME = "my_model.py:OptimizedGPT2Model"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,8 @@ def test_a_checkpoint_has_adapters_and_names_the_base(runs):
     names = stored(runs / "lora/step-4")
     parameters = {name.split(".", 1)[1] for name in names if name.startswith("model.")}
     assert len(parameters) == 2 * 4 * 2 and all(".lora_" in name for name in parameters)
-    assert {name.split(".", 1)[1].rpartition(".")[0] for name in names if name.startswith("opt")} == parameters
+    with_state = {name.rpartition(".")[0] for name in names if name.startswith("optimizer.")}
+    assert with_state == {f"optimizer.{name}" for name in parameters}
     assert not any(name.startswith("frozen.") for name in names)
     base = checkpoint.read_meta(runs / "lora/step-4")["base"]
     assert base["folder"] == str(runs / "base/step-4") and len(base["sha256"]) == 64
@@ -74,7 +78,7 @@ def test_a_run_resumes_exactly_and_is_evaluated(runs, tokens, capsys):
         capsys.readouterr()
         assert run_train(f"--eval-only --out-dir lora {LORA}", tokens) == 0
         assert f"{losses('lora', 'val_loss')[-1]:.4f}" in capsys.readouterr().out
-        assert run_script("sample.py", ["lora", *LORA.split(), "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        assert run_script("sample.py", ["lora", *LORA.split(), "--max-new-tokens", "4"]) == 0
     finally:
         shutil.move(runs / "elsewhere", runs / "base")
 
@@ -119,3 +123,82 @@ def test_a_wrong_base_is_one_line(change, message, tokens, refused):
 def test_another_rank_is_one_line(options, message, tokens, refused):
     shape = "" if "resume" in options else f"{SHAPE} {STEPS} --dtype bfloat16"
     assert message in refused(train.run, f"{shape} {LORA} {options} --data {tokens}", "train.py")
+
+
+# ---------------------------------------------------------------- exports
+
+@pytest.fixture(scope="module")
+def llama(runs, tokens):
+    """The folder of runs, with `llama` and `lora-llama` in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(runs)
+        assert run_train(f"{SHAPE} {STEPS} {LLAMA} --out-dir llama", tokens) == 0
+        assert run_train(f"{SHAPE} {STEPS} {LLAMA} {LORA} --init-from llama --set lora_rank=32 "
+                         "--out-dir lora-llama", tokens) == 0
+    return runs
+
+
+def logits_of_run(run):
+    """Return the logits of a run in float32, and the tokens."""
+    folder = checkpoint.find(run)
+    meta = checkpoint.read_meta(folder)
+    meta["model_config"]["lora_base"] = "bf16"
+    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return trained_model.load_run(folder, meta, NAME)(ids), ids
+
+
+def without_adapters(folder):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def add_adapters(model, folder):
+    """Add the adapters of a PEFT folder to a model of transformers, as PEFT documents its format."""
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    tensors = load_file(Path(folder, "adapter_model.safetensors"))
+    modules = {name.rsplit(".", 2)[0] for name in tensors}
+    assert {name.rpartition(".")[2] for name in modules} == set(config["target_modules"])
+    for name in modules:
+        module = model.get_submodule(name.removeprefix("base_model.model."))
+        a, b = (tensors[f"{name}.lora_{letter}.weight"].float() for letter in "AB")
+        assert len(a) == config["r"]
+        update = config["lora_alpha"] / config["r"] * b @ a
+        module.weight.data += update.T if config["fan_in_fan_out"] else update
+
+
+@pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
+def test_adapters_are_exported_merged_and_alone(run, base, llama, monkeypatch, tmp_path):
+    monkeypatch.chdir(llama)
+    logits, ids = logits_of_run(run)
+    # the weights of `base` are BF16, and so are the merged ones
+    tolerance = 0.02 if base == "base" else 1e-5
+    export_hf.export(run, tmp_path / "merged", model_name=NAME)
+    merged = without_adapters(tmp_path / "merged")(ids).logits
+    assert (merged - logits).norm() < tolerance * logits.norm()
+    export_hf.export(base, tmp_path / "base")
+    export_hf.export(run, tmp_path / "peft", model_name=NAME, peft=True)
+    model = without_adapters(tmp_path / "base")
+    assert (model(ids).logits - logits).norm() > 0.05 * logits.norm()
+    add_adapters(model, tmp_path / "peft")
+    assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
+
+
+@pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
+def test_peft_reads_exported_adapters(run, base, llama, monkeypatch, tmp_path):
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(llama)
+    logits, ids = logits_of_run(run)
+    export_hf.export(base, tmp_path / "base")
+    export_hf.export(run, tmp_path / "peft", model_name=NAME, peft=True)
+    model = peft.PeftModel.from_pretrained(without_adapters(tmp_path / "base"), tmp_path / "peft")
+    assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("options, message", [
+    ("base hf --peft", "base/step-4 has no adapters; leave --peft out"),
+    ("lora hf --peft --fp8", "--peft with --fp8: adapters are not in FP8; leave --fp8 out"),
+    ("lora hf --fp8", "lora/step-4 has adapters, and no scales of the weights with them; leave --fp8 out")])
+def test_an_export_that_is_refused_is_one_line(options, message, refused):
+    assert message in refused(export_hf.main, options, "tools/export_hf.py")
