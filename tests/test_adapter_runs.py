@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 import sample
 import train
+from hf_folders import make_model, make_tokenizer
 from nanote import checkpoint, trained_model
-from tools import export_hf
+from nanote.tokens import write_tokens
+from tools import export_hf, import_hf
 from trainer_tools import ROOT, losses, metrics, run_script, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -202,3 +204,36 @@ def test_peft_reads_exported_adapters(run, base, llama, monkeypatch, tmp_path):
     ("lora hf --fp8", "lora/step-4 has adapters, and no scales of the weights with them; leave --fp8 out")])
 def test_an_export_that_is_refused_is_one_line(options, message, refused):
     assert message in refused(export_hf.main, options, "tools/export_hf.py")
+
+
+QWEN3 = ("--n-layer 2 --n-embd 64 --n-head 4 --n-kv-head 2 --head-dim 16 --n-inner 96 --no-tie-embeddings "
+         "--vocab-size 288 --no-bias --use-rotary --use-rmsnorm --use-qk-norm --activation swiglu "
+         "--layernorm-epsilon 1e-6")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_folder_of_hugging_face_is_a_base(refused):
+    """Also one that was imported: PEFT then finds the folder."""
+    pytest.importorskip("transformers")
+    make_model("hf")
+    make_tokenizer("hf")
+    documents = [f"the cat sat on mat {number}, no dog too. " for number in range(99)]
+    write_tokens(documents, "data", tokenizer="hf:hf", val_fraction=0.3)
+    options = f"{SHAPE} {QWEN3} {STEPS} {LORA} --set lora_base=fp8_twice"
+    assert run_train(f"{options} --init-from hf --out-dir run", "data") == 0
+    shutil.copytree("run", "resumed", ignore=shutil.ignore_patterns("step-4"))
+    assert run_train(f"--resume --out-dir resumed {LORA}", "data") == 0
+    assert metrics("resumed") == metrics("run")
+    assert Path(checkpoint.read_meta("run/step-4")["base"]["folder"]) == Path("hf").resolve()
+    logits, ids = logits_of_run("run")
+    export_hf.export("run", "peft", model_name=NAME, peft=True)
+    model = without_adapters("hf")
+    add_adapters(model, "peft")
+    assert (model(ids).logits[..., :284] - logits[..., :284]).norm() < 1e-5 * logits.norm()
+    assert json.loads(Path("peft/adapter_config.json").read_text())["base_model_name_or_path"].endswith("/hf")
+    import_hf.import_folder("hf", "imported")
+    assert run_train(f"{options} --init-from imported --out-dir again", "data") == 0
+    assert losses("again") == losses("run")
+    make_model("hf")
+    line = refused(train.run, f"--resume --max-steps 8 --out-dir run {LORA}", "train.py")
+    assert "has adapters of other weights than those in" in line
