@@ -467,7 +467,7 @@ def test_two_ranks_train_adapters_as_one(model, in_tmp_path, tmp_path, tokens):
     assert run_train(f"{one} --out-dir one") == 0
     two = one.replace("--grad-accum 2", "--grad-accum 1")
     run_two_ranks(RUN_ALL, [str(ROOT), json.dumps({"two": two}), ""])
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-3 if HAS_GPU else 1e-4)
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-3 if HAS_GPU else 5e-4)
     expected = checkpoint.read_tensors("one/step-4", ("model.", "frozen."))
     found = checkpoint.read_tensors("two/step-4", ("model.", "frozen."))
     for name, tensor in expected.items():

@@ -130,7 +130,7 @@ def test_gradients_of_adapters_against_float32(kind, engine, variant):
     assert len(names) == 2 * 4 * model.config.n_layer and all(".lora_" in name for name in names)
     expected = gradients(twin)
     for name, gradient in gradients(model).items():
-        assert relative(gradient, expected[name]) < 0.15, name
+        assert relative(gradient, expected[name]) < 0.2, name
 
 
 @pytest.mark.parametrize("kind, engine", [ENGINES[0], ENGINES[1], on_gpu(*ENGINES[2])])
