@@ -133,6 +133,17 @@ def test_gradients_of_adapters_against_float32(kind, engine, variant):
         assert relative(gradient, expected[name]) < 0.2, name
 
 
+def test_a_pass_sets_the_scales_of_all_gradients():
+    """Of the first layer too, whose adapter reads a gradient in FP8 though its input has none."""
+    model = build("fast", "fast", n_layer=1)
+    run(model, [make_batch()])
+    scales = {name: value for name, value in model.state_dict().items()
+              if name.endswith("scaling_bwd.scale") and name.startswith("blocks.")}
+    assert "blocks.0.attn.qkv.scaling_bwd.scale" in scales
+    for name, scale in scales.items():
+        assert (scale[::2] != 1).all(), name  # of output gradients
+
+
 @pytest.mark.parametrize("kind, engine", [ENGINES[0], ENGINES[1], on_gpu(*ENGINES[2])])
 def test_a_base_in_fp8_and_recomputed_blocks_change_no_bit(kind, engine, deterministic):
     twin = build(kind, engine, n_layer=1)
