@@ -28,6 +28,7 @@ from kernel_tools import (  # noqa: F401
     on_gpu,
 )
 from nanote.engine import is_frozen_in_fp8
+from test_frozen import train
 from trainer_tools import MODERN, ROOT
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -163,6 +164,22 @@ def test_a_base_in_fp8_and_recomputed_blocks_change_no_bit(kind, engine, determi
         assert losses == expected_loss
         for name, gradient in gradients(model).items():
             assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("kind, engine, way", [
+    on_gpu("optimized", "fast", "compiled"), on_gpu("optimized", "fast", "in graphs"),
+    on_gpu("fast", "fast", "in graphs")])
+def test_it_trains_alike_compiled_and_in_cuda_graphs(kind, engine, way, deterministic):
+    torch._dynamo.reset()
+    results = []
+    for number in range(2):
+        model = build(kind, engine, n_layer=1, lora_base="fp8")
+        model.fp8_recipe.amax_history_len = 4
+        run(model, [make_batch(9)])
+        model.zero_grad()
+        results.append(train(model, way if number else "from Python"))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
 # ---------------------------------------------------------------- operations of fast_kernels
