@@ -9,7 +9,13 @@ import torch
 
 from nanote import adapters, checkpoint, parallel, recipes
 from nanote.tokens import check_tokenizer
-from nanote.training_state import load_optimizer, load_weights, under_prefix, weights_of
+from nanote.training_state import (
+    load_optimizer,
+    load_weights,
+    names_of_parameters,
+    under_prefix,
+    weights_of,
+)
 
 
 def is_run(source: str) -> bool:
@@ -52,12 +58,15 @@ def start_from_tensors(config, model, optimizer, tensors: dict, source_config: d
     if has_same_tensors:
         recipes.set_state(model, under_prefix(tensors, "fp8."))
     stored = checkpoint.local_parts(tensors)
+    names = names_of_parameters(weights)
+    in_optimizer = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     for name, weight in weights.items():
         if name not in found:
             stored[f"model.{name}"] = parallel.local_part(weight)  # stays as initialized
             continue
         stored[f"model.{name}"] = parallel.local_part(parallel.sharded_like(weight, found[name]))
-        if weight.dtype != torch.float32:  # load_weights takes the master: the source's bits, not rounded
+        if weight.dtype != torch.float32 and name in in_optimizer:
+            # load_weights takes the master: the source's bits, not rounded
             stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
     load_weights(model, stored)
     load_optimizer(optimizer, model, stored)
