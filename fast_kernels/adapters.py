@@ -23,10 +23,13 @@ import triton
 import triton.language as tl
 
 from fast_kernels.launch import launch
-from fast_kernels.library import ceil_div, is_fake, operation
+from fast_kernels.library import ceil_div, is_fake, next_power_of_2, operation
 
 MAX_RANK = 256
 ROWS = 32  # of x per program: 128 programs for 4,096 tokens, about one per SM
+# Columns of x and w per iteration. So many stages that enough loads are in flight, and fit into shared memory
+NARROW_TILE = dict(COLUMNS=128, num_stages=5, num_warps=4)  # rank up to 64
+WIDE_TILE = dict(COLUMNS=64, num_stages=3, num_warps=4)
 
 
 def narrow_gemm_reference(x, scale_inv, w, factor=1.0):
@@ -61,11 +64,11 @@ def _narrow_gemm(x, scale_inv, w, factor, transposes):
     if is_fake(x):
         return out
     strides = out.stride() if not transposes else out.stride()[::-1]
+    tile = NARROW_TILE if rank <= 64 else WIDE_TILE
     launch(
         _narrow_gemm_kernel, (ceil_div(rows, ROWS),),
         x, scale_inv, w, out, rows, columns, *w.stride(), *strides, FACTOR=float(factor), R=rank,
-        RANK=triton.next_power_of_2(rank), ROWS=ROWS, COLUMNS=128 if rank <= 64 else 64,
-        IN_FLOAT32=not x.is_cuda, num_warps=4)
+        RANK=next_power_of_2(rank), ROWS=ROWS, IN_FLOAT32=not x.is_cuda, **tile)
     return out
 
 
