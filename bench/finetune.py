@@ -20,7 +20,7 @@ of the kernels in a profile of one step. Numerics are checked before anything is
 equal losses and gradient norms.
 
 Arms that train adapters have no peer: they do less work. Their `peak_gib` leaves out the creation of the
-model, when all weights are in BF16.
+model.
 
 The settings …-llmq are llmq's, and have no peer here: sequence length 1,024, 524,288 tokens a step, BF16
 moments, micro-batches of 32 (0.5B) and 16 (1.5B). `ratio_to_llmq` is the speed over its rates on one H100,
