@@ -27,9 +27,9 @@ from fast_kernels.library import ceil_div, is_fake, next_power_of_2, operation
 
 MAX_RANK = 256
 ROWS = 32  # of x per program: 128 programs for 4,096 tokens, about one per SM
-# Columns of x and w per iteration. So many stages that enough loads are in flight, and fit into shared memory
-NARROW_TILE = dict(COLUMNS=128, num_stages=5, num_warps=4)  # rank up to 64
-WIDE_TILE = dict(COLUMNS=64, num_stages=3, num_warps=4)
+# COLUMNS of x and w per iteration. The loads of all stages but one are in flight: of x 24 KiB and 4 KiB
+NARROW_TILE = dict(COLUMNS=256, num_stages=4, num_warps=4)  # rank up to 64
+WIDE_TILE = dict(COLUMNS=64, num_stages=3, num_warps=4)  # w takes most of the shared memory
 
 
 def narrow_gemm_reference(x, scale_inv, w, factor=1.0):
