@@ -9,8 +9,9 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Llama 3.1 adds `rope_scaling`, Qwen2 `qkv_bias`, Qwen3 `use_qk_norm`.
 
-The file has six parts: engine, FP8 of any model, architecture, sizes, attention kernels, FP8 state.
-Begin with the architecture; it uses `te`, the engine's module, and `FP8Model`, which turns FP8 on.
+The file has seven parts: engine, FP8 of any model, architecture, sizes, attention kernels, frozen weights in
+FP8, FP8 state. Begin with the architecture; it uses `te`, the engine's module, and `FP8Model`, which turns on
+FP8.
 
 References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang and Sennrich 2019), SwiGLU
 (Shazeer 2020), GQA (Ainslie et al. 2023), QK-norm (Henry et al. 2020), FP8 (Micikevicius et al. 2022).
@@ -19,6 +20,7 @@ References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang a
 import math
 import os
 import warnings
+from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -339,6 +341,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
+def checkpoint(block, x, *args):
+    """Run block(x, *args) without saving activations; the backward pass recomputes them."""
+    if ENGINE == "te" and not x.requires_grad:  # x comes from frozen embeddings or blocks
+        # TE's checkpoint is reentrant: parameters get gradients only if its input does
+        x.requires_grad_(any(parameter.requires_grad for parameter in block.parameters()))
+    return te.checkpoint(block, x, *args)
+
+
 def cross_entropy(logits, labels):
     """Return the mean over the labels that are not -100, float32: (B, S, vocab_size), (B, S) -> ()."""
     loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True)  # (1,)
@@ -408,7 +418,7 @@ class OptimizedGPT2Model(FP8Model):
             for layer, block in enumerate(self.blocks):
                 with self.fp8_if(self.in_fp8(layer)):
                     if recomputes:
-                        x = te.checkpoint(block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
+                        x = checkpoint(block, x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
                     else:
                         x = block(x, rope, cu_seqlens, mask, is_first_microbatch, kv_cache)
             if kv_cache is not None:
@@ -585,6 +595,89 @@ def document_mask(document):
 
 
 # ------------------------------------------------------------------------------
+# Weights that are not trained and stay in FP8 alone
+
+
+def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
+    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
+    the weights of te.Linear, te.LayerNormLinear and te.LayerNormMLP only the FP8 values stay.
+
+    te_reference.py has the same function and says more. On TE this makes each weight a Float8Tensor that is
+    quantized by its own amax, as parameters of te.quantized_model_init() are.
+
+    keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all. False:
+        one byte a value, and each backward pass makes the transpose anew.
+    """
+    if ENGINE != "te":
+        te.freeze_in_fp8(module, except_for, keeps_transpose)
+        return
+    te_modules = te.Linear, te.LayerNormLinear, te.LayerNormMLP
+    excluded = (except_for,) if isinstance(except_for, str) else tuple(except_for)
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    for owner_name, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if any(text in f"{owner_name}.{name}" for text in excluded):
+                continue
+            parameter.requires_grad_(False)
+            is_weight = isinstance(owner, te_modules) and parameter.dim() == 2
+            fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
+            is_own = uses[id(parameter)] == 1 and not is_frozen_in_fp8(parameter)
+            if is_weight and fits_fp8 and is_own:
+                setattr(owner, name, freeze_weight_on_te(parameter, keeps_transpose))
+        if isinstance(owner, te_modules) and not keeps_transpose:
+            owner.register_full_backward_hook(drop_transposes)
+
+
+def is_frozen_in_fp8(weight):
+    return getattr(weight, "is_frozen_in_fp8", False)
+
+
+def freeze_weight_on_te(weight, keeps_transpose):
+    """Return a weight (out, in) as a frozen parameter in FP8."""
+    tensors = import_module("transformer_engine.pytorch.tensor")
+    e4m3 = import_module("transformer_engine_torch").DType.kFloat8E4M3
+    quantizer = tensors.Float8CurrentScalingQuantizer(e4m3, weight.device, columnwise=keeps_transpose)
+    frozen = nn.Parameter(quantizer(weight.detach()), requires_grad=False)
+    frozen.is_frozen_in_fp8 = True
+    frozen.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))
+    frozen.update_quantizer = keep_quantizer
+    return frozen
+
+
+def refuse_to_train(shape, requires_grad=True):
+    if requires_grad:
+        raise ValueError(f"requires_grad_: a weight {shape} is frozen in FP8, without the "
+                         "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
+
+
+def keep_quantizer(quantizer):
+    """Keep the scale of the weight's own amax, where TE would set that of the module's amax history."""
+
+
+def drop_transposes(module, *gradients):
+    for parameter in module.parameters(recurse=False):
+        if is_frozen_in_fp8(parameter):
+            parameter.update_usage(columnwise_usage=False)
+
+
+def save_frozen_weights(module, state_dict, prefix):
+    """Replace TE's frozen weights in a state dict by their values; the other engines do so themselves. Write
+    the scales of frozen weights to the module's FP8 state, where no pass sets them."""
+    scaling = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+    for name, weight in module.named_parameters(recurse=False):
+        if not is_frozen_in_fp8(weight):
+            continue
+        is_on_te = hasattr(weight, "_scale_inv")  # not ENGINE: a FastGPT2Model is on fast_kernels beside TE
+        saved = state_dict.get(prefix + name)
+        if is_on_te and saved is not None and saved is not weight:  # with keep_vars=True it is
+            state_dict[prefix + name] = weight.dequantize()
+        if getattr(scaling, "scale", None) is not None:
+            scale = weight._scale_inv.reciprocal() if is_on_te else weight.scale
+            gemm = 1 if name == "fc2_weight" else 0
+            scaling.scale[3 * gemm + 1:3 * gemm + 2] = scale
+
+
+# ------------------------------------------------------------------------------
 # FP8 state, the scales and amax histories of delayed scaling, in state dicts, copies and pickles
 # (fast_kernels/state_dict.py has all but the last function again, for model_te_fast.py, which stands alone)
 
@@ -598,6 +691,7 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
         has_weights = next(module.parameters(), None) is not None
         if not has_weights:  # TE's attention, which runs without FP8
             continue
+        save_frozen_weights(module, state_dict, f"{prefix}{name}.")
         for direction in DIRECTIONS:
             scaling = getattr(module, "fp8_meta", {}).get(direction)
             if getattr(scaling, "scale", None) is None:  # another recipe

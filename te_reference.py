@@ -33,6 +33,7 @@ References: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling
 import math
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_map_only
 
 __version__ = "2.20"  # the TE release whose behavior this file follows
 
@@ -555,6 +557,8 @@ def _shown(value):
 
 def _factory(dtype, device):
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.get_default_device().type == "meta":  # `with torch.device("meta"):` parameters without memory
+        default_device = "meta"
     return dict(dtype=dtype or torch.get_default_dtype(), device=device or default_device)
 
 
@@ -600,6 +604,10 @@ class _Module(nn.Module):
             return [self.fc1_weight, self.fc2_weight]
         return [self.weight]
 
+    def _frozen_weights(self):
+        """Return {name: FrozenWeight}."""
+        return {name: p for name, p in self.named_parameters(recurse=False) if isinstance(p, FrozenWeight)}
+
     # -- FP8 state
 
     def init_fp8_meta_tensors(self, recipe):
@@ -637,7 +645,12 @@ class _Module(nn.Module):
         return {name: states[name] for name in ("scaling_fwd", "scaling_bwd") if name in states}
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
+        frozen = self._frozen_weights()
+        for name in frozen:
+            self._parameters[name] = None
         super()._apply(fn, recurse)
+        for name, weight in frozen.items():
+            self._parameters[name] = weight.map(fn)
         for state in self._scaling_states().values():
             state.scale = state.scale.to(self._device())
             state.amax_history = state.amax_history.to(self._device())
@@ -698,15 +711,21 @@ class _Module(nn.Module):
         `dtype`. `gemm` counts the module's linear layers. `unrounded`: see `_fake_quantize`."""
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
+        is_frozen = isinstance(weight, FrozenWeight)
+        if is_frozen and not recipe.float8_per_tensor_scaling():
+            raise ValueError(f"{type(recipe).__name__}: a weight frozen in FP8 has one scale; use "
+                             "DelayedScaling or Float8CurrentScaling")
         if not recipe.float8_per_tensor_scaling():
             w = self._fp8_weight(gemm, weight, is_first_microbatch)
             y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
             return y.view(*x.shape[:-1], -1)
-        if _is_fp8_parameter(weight):
-            w = weight.detach().float()
+        if is_frozen:
+            w = weight.value()
+        elif _is_fp8_parameter(weight):
+            w = _StraightThrough.apply(weight, weight.detach().float(), dtype)
         else:
             (w,) = self._fp8_weight(gemm, weight, is_first_microbatch)
-        w = _StraightThrough.apply(weight, w, dtype)
+            w = _StraightThrough.apply(weight, w, dtype)
         # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
         forward_state = self.fp8_meta.get("scaling_fwd")
         backward_state = self.fp8_meta.get("scaling_bwd")
@@ -746,6 +765,19 @@ class _Module(nn.Module):
 
     def set_extra_state(self, state):
         pass
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name, weight in self._frozen_weights().items():
+                destination[prefix + name] = weight.dequantize()
+
+    def _load_from_state_dict(self, *args):
+        frozen = self._frozen_weights()
+        super()._load_from_state_dict(*args)
+        for name in frozen:
+            if not isinstance(getattr(self, name), FrozenWeight):  # load_state_dict(assign=True) replaced it
+                setattr(self, name, _frozen(getattr(self, name)))
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
@@ -1529,6 +1561,142 @@ def _fp8_parameter_value(parameter, master):
     return owner()._quantize_weight(gemm, master)[0]
 
 
+# ---------------------------------------------------------------- frozen weights in FP8 (not in TE)
+
+class FrozenWeight(torch.Tensor):
+    """A weight (out, in) that is not trained, in E4M3: one byte a value. To operations it is a tensor of its
+    `dtype`, which they dequantize. `copy_` quantizes new values.
+
+    Its scale is E4M3's largest value over the weight's own amax. Delayed scaling of a weight that does not
+    change comes to the same scale after its first step, so a GEMM reads the same bytes. No margin is needed:
+    it leaves room for values that grow.
+    """
+
+    is_frozen_in_fp8 = True
+
+    @staticmethod
+    def __new__(cls, rowwise, scale, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, rowwise.shape, dtype=dtype, device=rowwise.device)
+
+    def __init__(self, rowwise, scale, dtype):
+        self.rowwise = rowwise  # (out, in) torch.float8_e4m3fn
+        self.scale = scale  # (1,) float32
+
+    def value(self):
+        """Return the values in float32, as FP8 GEMMs read them."""
+        return dequantize(self.rowwise, self.scale)
+
+    def dequantize(self):
+        """Return the values in the weight's dtype."""
+        return self.value().to(self.dtype)
+
+    @torch.no_grad()
+    def copy_(self, values, non_blocking=False, *, scale=None):
+        """Quantize values (out, in). scale: (1,), that of a weight whose `dequantize()` they are, which gives
+        its bytes again. None: the scale of their amax."""
+        values = values.to(self.device, self.dtype)
+        dtype = self.rowwise.dtype
+        self.scale.copy_(current_scale(amax_of(values), FP8_MAX[dtype]) if scale is None else scale)
+        self.rowwise.copy_(quantize(values, self.scale, dtype))
+        return self
+
+    @property
+    def requires_grad(self):
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value):
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad=True):
+        if requires_grad:
+            raise ValueError(f"requires_grad_: a weight {tuple(self.shape)} is frozen in FP8, without the "
+                             "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
+        return self
+
+    def map(self, function):
+        """Return the weight after a function of `nn.Module._apply`, which may move it to another device or
+        change its dtype. Its tensors are shown as integers, whose dtype such a function leaves alone."""
+        rowwise = function(self.rowwise.view(torch.uint8)).view(self.rowwise.dtype)
+        scale = function(self.scale.view(torch.int32)).view(torch.float32)
+        dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        return _as_parameter(rowwise, scale, dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            weight, = args
+            return cls(weight.rowwise, weight.scale, weight.dtype)
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
+            return args[0].copy_(args[1])
+        if function._schema.is_mutable and isinstance(args[0], cls):
+            raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
+        args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self):
+        return f"FrozenWeight({tuple(self.shape)}, {self.rowwise.dtype}, {self.dtype})"
+
+    # for torch.compile, copy.deepcopy and pickle
+
+    def __tensor_flatten__(self):
+        return ["rowwise", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, dtype, size, stride):
+        return FrozenWeight(tensors["rowwise"], tensors["scale"], dtype)
+
+    def __deepcopy__(self, memo):
+        copied = self.map(torch.clone)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):  # as integers: PyTorch 2.11 does not unpickle FP8
+        return _unpickle_frozen, (self.rowwise.view(torch.uint8), self.scale, self.dtype)
+
+
+def _as_parameter(rowwise, scale, dtype):
+    return nn.Parameter(FrozenWeight(rowwise, scale, dtype), requires_grad=False)
+
+
+def _unpickle_frozen(rowwise, scale, dtype):
+    return _as_parameter(rowwise.view(torch.float8_e4m3fn), scale, dtype)
+
+
+def _frozen(weight):
+    """Return a weight as a frozen parameter."""
+    rowwise = torch.empty_like(weight, dtype=torch.float8_e4m3fn, requires_grad=False)
+    scale = torch.empty(1, dtype=torch.float32, device=weight.device)
+    frozen = _as_parameter(rowwise, scale, weight.dtype)
+    frozen.copy_(weight.detach())
+    return frozen
+
+
+def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
+    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
+    the weights of Linear, LayerNormLinear and LayerNormMLP only the FP8 values stay.
+
+    A weight that two modules share, such as a tied embedding, stays as it is, and so does one whose sizes are
+    not multiples of 16, as FP8 needs. Name a layer that runs without FP8 in `except_for`, because its weight
+    would be rounded, too; then freeze it by requires_grad_(False).
+
+    keeps_transpose: without an effect here. fast_kernels keep a transposed copy, or make it when needed.
+    """
+    excluded = (except_for,) if isinstance(except_for, str) else tuple(except_for)
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    for owner_name, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if any(text in f"{owner_name}.{name}" for text in excluded):
+                continue
+            parameter.requires_grad_(False)
+            is_weight = isinstance(owner, (Linear, LayerNormLinear, LayerNormMLP)) and parameter.dim() == 2
+            fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
+            is_own = uses[id(parameter)] == 1 and not isinstance(parameter, FrozenWeight)
+            if is_weight and fits_fp8 and is_own:
+                setattr(owner, name, _frozen(parameter))
+                owner._fp8_workspaces.clear()
+
+
 # ---------------------------------------------------------------- optimizer
 
 class FusedAdam(torch.optim.Optimizer):
@@ -1858,7 +2026,7 @@ def _allocate_workspaces_while_tracing(module):
     in) for per-tensor scaling, else (2, out, in), rowwise and columnwise."""
     count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2
     for gemm, weight in enumerate(module._weights()):
-        if gemm not in module._fp8_workspaces:
+        if gemm not in module._fp8_workspaces and not isinstance(weight, FrozenWeight):
             module._fp8_workspaces[gemm] = weight.detach().float().repeat(count, 1, 1)
             torch._dynamo.mark_static_address(module._fp8_workspaces[gemm])
 

@@ -318,7 +318,8 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
         from tools.import_hf import read_model  # needs transformers
         weights, source_config = read_model(Path(config.init_from), rows=config.vocab_size)
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-        transfer.start_from_tensors(config, model, optimizer, tensors, source_config)
+        transfer.start_from_tensors(
+            config, model, optimizer, tensors, source_config, base=Path(config.init_from))
     if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):
         batch = loader.batches(loader.first_step)[0]  # which `train` reads again
         divisor = config.grad_accum * loader.ranks.count  # not batch.divisor, infinite for a batch of prompts

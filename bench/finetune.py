@@ -1,7 +1,9 @@
-"""Measure full fine-tuning beside transformers' own model, on a GPU: tokens/s of published shapes.
+"""Measure full fine-tuning beside transformers' own model, on a GPU: tokens/s of published shapes. And
+adapters beside weights that are frozen in FP8: memory and tokens/s.
 
     python bench/finetune.py --json results/finetune.json
     python bench/finetune.py --settings qwen2.5-0.5b-llmq --arms fp8 --steps 10
+    python bench/finetune.py --arms fp8-adapters fp8-frozen fp8-frozen_transposes --json results/finetune.json
 
 Weights are random, and the same in both. Peer: `AutoModelForCausalLM.from_config` in BF16, torch.compile,
 PyTorch's fused AdamW, gradients clipped at 1.0. So its moments are BF16, and it has no float32 masters. This
@@ -9,11 +11,16 @@ kit has masters, and float32 moments unless `moment_dtype` of a row says bfloat1
 
 - transformers-sdpa, transformers-flash_attention_4    the peer, the second if it and flash-attn-4 are there
 - bf16, fp8, fp8-loss4 …                               this kit: the arms of benchmark_te.py --help
+- …-adapters                                           the edit lora: trains adapters, the rest is in BF16
+- …-frozen, …-frozen_transposes                        the rest is in FP8 alone, without and with transposes
 
 The kit's arms are timed in turns with the faster of the peers: `ratio_to_transformers` is the peer's median
 step over theirs. Llama-3 8B fills a GPU, so there each arm is timed alone. `attention_kernels` are the names
 of the kernels in a profile of one step. Numerics are checked before anything is timed: equal weights have
 equal losses and gradient norms.
+
+Arms that train adapters have no peer: they do less work. Their `peak_gib` leaves out the creation of the
+model.
 
 The settings …-llmq are llmq's, and have no peer here: sequence length 1,024, 524,288 tokens a step, BF16
 moments, micro-batches of 32 (0.5B) and 16 (1.5B). `ratio_to_llmq` is the speed over its rates on one H100,
@@ -30,6 +37,7 @@ if __name__ == "__main__":
 import copy
 import dataclasses
 import re
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -37,14 +45,14 @@ from typing import Literal
 import torch
 
 import train
-from bench import hf_models, measure
+from bench import edits, hf_models, measure
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import PlainTraining, make_adamw
 from bench.report import Rows
-from bench.step import arm_config, free, make_batches
+from bench.step import Training, arm_config, free, make_batches
+from nanote import models
 from nanote.command import parse, require_at_least, run_command
 from nanote.config import TrainConfig
-from nanote.models import pick_device
 from tools import hf_weights
 
 RATIO = "ratio_to_transformers"
@@ -73,6 +81,9 @@ SETTINGS = {
         "qwen2.5-1.5b", 16, grad_accum=32, llmq_rates={"fp8": 73e3, "bf16": 59e3}, **LLMQ),
 }
 ON_CPU = dict(micro_batch_size=2, seq_len=32)
+# {word that ends the name of an arm: field lora_base of the edit lora}
+ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_twice"}
+ADAPTERS_LR = 2.0**-9  # of the steps that must lower the loss, which those of measure.py hardly move
 
 
 @dataclass
@@ -162,6 +173,40 @@ def attention_kernels(training, batches) -> list[str]:
     return sorted(name for name in names if re.match("(?!triton_).*(flash|fmha|sdpa|attention)", name, re.I))
 
 
+# ---------------------------------------------------------------- adapters
+
+def split_arm(arm: str) -> tuple[str, str | None]:
+    """Return an arm without its word of ADAPTERS, and that word or None."""
+    rest, _, word = arm.rpartition("-")
+    return (rest, word) if word in ADAPTERS else (arm, None)
+
+
+def trains_adapters(arm: str) -> bool:
+    return split_arm(arm)[1] is not None
+
+
+def make_adapters(config, device, batches) -> Training:
+    """Make the training of adapters. Its memory peak leaves out what was allocated here."""
+    training = Training(config, device, batches)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return training
+
+
+def measure_adapters(arm: str, config, timing):
+    """Measure an arm that trains adapters -> (figures, training)."""
+    rest, word = split_arm(arm)
+    config = arm_config(rest, config)
+    dtype = torch.bfloat16 if timing.device.type == "cuda" else torch.float32
+    model, _ = models.pick_model(dataclasses.asdict(config), timing.device, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        path = edits.edited_file(model, "lora", Path(folder))
+        settings = ((f"lora_base={ADAPTERS[word]}",),)
+        config = dataclasses.replace(config, model=f"{path}:{edits.CLASSES[model]}", set=settings)
+        agreement = measure.Agreement(lr=ADAPTERS_LR)
+        return measure.measure(arm, config, make_adapters, timing, agreement=agreement)
+
+
 # ---------------------------------------------------------------- rows
 
 def train_config(setting: Setting, hf_config) -> TrainConfig:
@@ -173,6 +218,7 @@ def train_config(setting: Setting, hf_config) -> TrainConfig:
 
 def check_arm(arm: str) -> None:
     """Raise ValueError for an arm that is unknown, or another network."""
+    arm, _ = split_arm(arm)
     if arm in PLAIN_ARMS:
         raise ValueError(f"--arms {arm}: PlainGPT has no biases of q, k and v alone; use bf16 or fp8")
     arm_config(arm, TrainConfig())
@@ -220,11 +266,16 @@ def measure_setting(setting: Setting, hf_config, options: Options, timing):
     agreement = measure.Agreement()
     peer = None
     peer_ms = None
-    if setting.peer != "none":
+    only_adapters = len(options.arms) > 0 and all(map(trains_adapters, options.arms))
+    if setting.peer != "none" and not only_adapters:
         peers, peer = measure_peers(setting, hf_config, options.compile, config, timing, agreement)
         peer_ms = min((figures["ms"] for figures in peers if "ms" in figures), default=None)
         yield from peers
     for arm in options.arms:
+        if trains_adapters(arm):
+            figures, _ = measure.attempt(measure_adapters, arm, config, timing)
+            yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": False}
+            continue
         figures, training = measure.attempt(measure.measure_arm, arm, config, timing, peer, agreement)
         if training is not None:
             figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
@@ -238,7 +289,7 @@ def measure_setting(setting: Setting, hf_config, options: Options, timing):
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/finetune.py", __doc__)
     require_at_least(4, options, "steps")
-    device = pick_device("auto")
+    device = models.pick_device("auto")
     is_tiny = device.type != "cuda"
     if is_tiny:
         print("no GPU: tiny shapes, and the times mean nothing")

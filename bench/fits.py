@@ -2,10 +2,13 @@
 
     python bench/fits.py
 
-One sequence of 4,096 tokens a step, with gradient checkpointing.
+One sequence of 4,096 tokens a step, with gradient checkpointing. Bytes per parameter:
 
-Bytes a parameter: BF16 weight 2, BF16 gradient 2, remainder of the float32 master 2, two float32 moments 8
-(two BF16 moments: 4), together 14. In GEMMs also 2, the E4M3 copy of a weight and its transpose.
+- full      14: BF16 weight 2, BF16 gradient 2, the remainder of the float32 master 2, two float32 moments 8
+            (two BF16 moments: 4). And 2 in GEMMs, whose weights have an E4M3 copy and its transpose
+- frozen    1 in GEMMs of the blocks and in an untied head, which stay in E4M3 alone (2 with transposes kept).
+            2 in embeddings, norms and biases, which stay in BF16; a tied head is quantized, too: 2 more
+- adapters  14, of rank 16 beside all GEMMs of the blocks, as in the edit lora
 
 Activations: the two BF16 inputs of each block, the residual and the branch to be added. Then the larger of
 the logits and one block: logits in BF16, and their gradient twice in FP8; in a block the input of each GEMM
@@ -26,6 +29,7 @@ from tools import hf_weights
 
 GPUS = (24, 48, 80, 141)  # GiB
 TOKENS = 4096
+RANK = 16  # of the adapters
 WEIGHT = 2  # bytes, in BF16
 GRADIENT = 2  # bytes, in BF16
 REMAINDER = 2  # bytes
@@ -75,17 +79,35 @@ def full(sizes: Sizes, moment: int = 4) -> int:
     return per_parameter * sizes.total + FP8_COPIES * (sizes.blocks + sizes.head)
 
 
+def frozen(sizes: Sizes, keeps_transpose: bool = False) -> int:
+    """Return the bytes of a model that is frozen in FP8 but for its adapters."""
+    frozen_weight = 2 if keeps_transpose else 1
+    head = FP8_COPIES if sizes.config.tie_embeddings else frozen_weight
+    total = frozen_weight * sizes.blocks + head * sizes.head + WEIGHT * (sizes.embeddings + sizes.vectors)
+    return total + adapters(sizes)
+
+
+def adapters(sizes: Sizes) -> int:
+    """Return the bytes of the edit lora's adapters, which are trained."""
+    values_per_rank = sum(map(sum, gemms_of_block(sizes.config)))
+    number = sizes.config.n_layer * RANK * values_per_rank
+    return (WEIGHT + GRADIENT + REMAINDER + 2 * 4) * number
+
+
+def gemms_of_block(config) -> list[tuple[int, int]]:
+    """Return the sizes of input and output of qkv, proj, fc1 (gated) and fc2."""
+    width = config.n_head * config.head_dim
+    qkv = width + 2 * config.n_kv_head * config.head_dim
+    return [(config.n_embd, qkv), (width, config.n_embd), (config.n_embd, 2 * config.n_inner),
+            (config.n_inner, config.n_embd)]
+
+
 def activations(sizes: Sizes, tokens: int = TOKENS) -> int:
     """Return the bytes of activations with gradient checkpointing."""
     config = sizes.config
     inputs_of_blocks = 2 * 2 * config.n_embd * config.n_layer
-    width = config.n_head * config.head_dim
-    qkv = width + 2 * config.n_kv_head * config.head_dim
-    gemms = [  # (input, output)
-        (config.n_embd, qkv), (width, config.n_embd), (config.n_embd, 2 * config.n_inner),
-        (config.n_inner, config.n_embd)]
     block = 0
-    for input_size, output_size in gemms:
+    for input_size, output_size in gemms_of_block(config):
         block += 2 * (2 * input_size + 2 * output_size)
     logits = (2 + 2) * config.vocab_size
     return tokens * (inputs_of_blocks + max(block, logits))
@@ -102,8 +124,10 @@ def table() -> str:
     rows = []
     for name in hf_models.MODELS:
         sizes = published(name)
-        rows.append([name, cell(full(sizes), sizes), cell(full(sizes, moment=2), sizes)])
-    return markdown(["model", "float32 moments", "BF16 moments"], rows)
+        states = [full(sizes), full(sizes, moment=2), frozen(sizes), frozen(sizes, keeps_transpose=True)]
+        rows.append([name, *(cell(state, sizes) for state in states)])
+    titles = ["model", "full", "full, BF16 moments", "frozen, adapters", "frozen, transposes kept, adapters"]
+    return markdown(titles, rows)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class Agreement:
     optimizer is refused.
     """
 
-    def __init__(self):
+    def __init__(self, lr=CHECKED_LR):
+        self.lr = lr  # of the first steps
         self.references = {}  # {micro-batches per step: (first arm, its gradient norm)}
 
     def verify(self, arm, training, batches) -> dict:
@@ -116,7 +117,7 @@ class Agreement:
             raise RuntimeError(
                 f"numerics: a gradient norm of {norm:.5g}, and {expected_norm:.5g} in {reference_arm}")
         for _ in range(4):  # the fourth step returns the loss after three updates
-            later_loss, _ = training(batches, CHECKED_LR)
+            later_loss, _ = training(batches, self.lr)
         later_loss = later_loss.item()
         if not later_loss < loss:
             raise RuntimeError(f"numerics: the loss is {later_loss:.5g} after three steps, from {loss:.5g}")

@@ -8,8 +8,10 @@ Read the files in this order. A kernel's formula in plain PyTorch, `…_referenc
 - fp8.py          FP8 tensors: data, transposed data and scale_inv; one class passes through autograd
 - scales.py       the update of all scales under delayed scaling, in one launch
 - casts.py        norm, activation, bias and cast, each writing FP8; cast_kernels.py has the Triton kernels
+- frozen.py       weights that are not trained and stay in FP8 alone
 - unquantized.py  the same norm and activation without FP8
 - gemm.py         FP8 GEMMs in cuBLASLt, with the fastest of its algorithms
+- adapters.py     LoRA beside a layer in FP8, on the FP8 tensors of its GEMMs
 - fused.py        a training pass in which each kernel does what the module before it left
 - modules.py      LayerNormLinear, Linear, LayerNormMLP, autocast …: delayed scaling in FP8, or no FP8
 - attention.py    attention on the packed QKV tensor, with QK-norm and RoPE in one kernel

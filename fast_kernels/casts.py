@@ -451,6 +451,16 @@ def transpose(rowwise, columnwise):
         rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
 
 
+@operation("(Tensor rowwise) -> Tensor")
+def transposed(rowwise):
+    """Return the transpose (D, N) of FP8 data (N, D), N and D multiples of 16."""
+    rows, columns = rowwise.shape
+    columnwise = torch.empty((columns, rows), dtype=rowwise.dtype, device=rowwise.device)
+    if not is_fake(rowwise):
+        transpose(rowwise, columnwise)
+    return columnwise
+
+
 def allocate_fp8(x, rows, columns, fp8_dtype):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
     rowwise = torch.empty((rows, columns), dtype=fp8_dtype, device=x.device)

@@ -21,8 +21,12 @@ class FP8Data(NamedTuple):
     """A tensor (N, D), quantized: value = data · scale_inv."""
 
     rowwise: torch.Tensor | None  # (N, D) FP8; None in a backward pass, which reads the transpose only
-    columnwise: torch.Tensor  # (D, N) FP8, the transpose
+    columnwise: torch.Tensor | None  # (D, N) FP8, the transpose; None of a frozen weight that is kept once
     scale_inv: torch.Tensor  # (1,) float32
+
+    def for_backward(self):
+        """Return the part that a backward pass needs: the transpose, or what it is made from."""
+        return self if self.columnwise is None else self._replace(rowwise=None)
 
 
 class Quantization(NamedTuple):

@@ -14,6 +14,7 @@
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
 - Without FP8 norm and activation are the kernels of unquantized.py, and the GEMMs PyTorch's.
+- `adapter=` of a linear layer adds LoRA to its output: adapters.py says how.
 """
 
 import functools
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fast_kernels import casts, unquantized
+from fast_kernels import adapters, casts, unquantized
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
 from fast_kernels.gemm import gemm
 from fast_kernels.library import input_names, is_transforming
@@ -97,24 +98,25 @@ class Output(NamedTuple):
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
-def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=None):
+def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=None, adapter=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ + bias).
 
     module: a LayerNormLinear.
+    adapter: LoRA of the linear layer: an object with a (rank, in), b (out, rank) and `scale`, or None.
     tied_gradient: `embedding.TiedGradient` of a weight that `embed` shares. The weight's gradient is added to
         it, not passed through autograd. It may be passed at each of several uses of the weight.
     """
     _check_stream("norm_linear", stream)
     stream, y, _ = _norm_gemm(
-        stream, module, is_first_microbatch, adds_bias=True, tied_gradient=tied_gradient)
+        stream, module, is_first_microbatch, adds_bias=True, adapter=adapter, tied_gradient=tied_gradient)
     return stream, y
 
 
-def norm_fc1(stream: Stream, module, is_first_microbatch=None):
+def norm_fc1(stream: Stream, module, is_first_microbatch=None, adapter=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as a
-    Branch) of a LayerNormMLP. `activation_linear` adds the bias."""
+    Branch) of a LayerNormMLP. `activation_linear` adds the bias. adapter: see `norm_linear`."""
     _check_stream("norm_fc1", stream)
-    stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False)
+    stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False, adapter=adapter)
     return stream, Branch(y, layer.bias, layer.gradient_quantization)
 
 
@@ -124,49 +126,69 @@ def _check_stream(name, stream):
                         "use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
 
 
-def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=None):
+def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gradient=None):
     """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
-    layer = module.begin_pass(0, inputs, is_first_microbatch)
+    a, b, adapter_scale = _adapter_arguments(adapter)
+    layer = module.begin_pass(0, (*inputs, a, b), is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
-        y = _linear_in_bf16(normed, layer.weight, bias)
+        y = _unquantized_linear(normed, layer.weight, bias, adapter)
     else:
         residual, y = _NormLinear.apply(
-            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient)
+            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient, a, b,
+            adapter_scale)
     return Stream(residual), y, layer
 
 
-def linear(x, module, is_first_microbatch=None, adds_bias=False) -> Branch:
-    """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`."""
-    layer = module.begin_pass(0, (x,), is_first_microbatch)
-    return _linear(Branch(x), layer, None, adds_bias)
+def linear(x, module, is_first_microbatch=None, adds_bias=False, adapter=None) -> Branch:
+    """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`. adapter:
+    see `norm_linear`."""
+    a, b, _ = _adapter_arguments(adapter)
+    layer = module.begin_pass(0, (x, a, b), is_first_microbatch)
+    return _linear(Branch(x), layer, None, adds_bias, adapter)
 
 
-def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False) -> Branch:
-    """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP."""
-    layer = module.begin_pass(1, (hidden.output, hidden.bias), is_first_microbatch)
+def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False,
+                      adapter=None) -> Branch:
+    """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP. adapter: see `norm_linear`."""
+    a, b, _ = _adapter_arguments(adapter)
+    layer = module.begin_pass(1, (hidden.output, hidden.bias, a, b), is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
-        return _linear(Branch(activated), layer, None, adds_bias)
-    return _linear(hidden, layer, module.activation, adds_bias)
+        return _linear(Branch(activated), layer, None, adds_bias, adapter)
+    return _linear(hidden, layer, module.activation, adds_bias, adapter)
 
 
-def _linear(branch: Branch, layer, activation, adds_bias):
+def _linear(branch: Branch, layer, activation, adds_bias, adapter):
     """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ."""
     gemm_bias = layer.bias if adds_bias else None
     branch_bias = None if adds_bias else layer.bias
     if branch_bias is not None and dist.is_initialized():
         branch_bias = branch_bias.clone()  # FSDP2 frees parameters before the next block adds it
     if layer.fp8_weight is None:
-        return Branch(_linear_in_bf16(branch.output, layer.weight, gemm_bias), branch_bias)
+        return Branch(_unquantized_linear(branch.output, layer.weight, gemm_bias, adapter), branch_bias)
     y = _Linear.apply(
-        branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization)
+        branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization,
+        *_adapter_arguments(adapter))
     return Branch(y, branch_bias, layer.gradient_quantization)
+
+
+def _adapter_arguments(adapter):
+    """Return a, b and scale of an adapter, each None without one."""
+    return (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.scale)
+
+
+def _unquantized_linear(x, weight, bias, adapter):
+    """Return x @ weightᵀ + bias and an adapter's part, without FP8."""
+    y = _linear_in_bf16(x, weight, bias)
+    if adapter is None:
+        return y
+    return y + F.linear(adapter.scale * F.linear(x, adapter.a), adapter.b)
 
 
 def dropout(branch: Branch, p: float, training: bool) -> Branch:
@@ -184,15 +206,20 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 DGRAD_FAST_ACCUM_K = 3072
 
 
-def forward_gemm(x, weight, bias=None):
-    """Return x @ weightᵀ + bias of two FP8 tensors, x (N, in) and weight (out, in)."""
-    return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "fast")
+def forward_gemm(x, weight, bias=None, added_to=None):
+    """Return x @ weightᵀ + bias of two FP8 tensors, x (N, in) and weight (out, in). added_to: (N, out), which
+    the result is added to."""
+    return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "fast", out=added_to,
+                accumulate=added_to is not None)
 
 
-def input_gradient(dy, weight):
-    """Return dgrad, dy @ weight, of two FP8 tensors, dy (N, out) and weight (out, in)."""
+def input_gradient(dy, weight, added_to=None):
+    """Return dgrad, dy @ weight, of two FP8 tensors, dy (N, out) and weight (out, in). added_to: (N, in),
+    which the result is added to."""
     accumulation = "either" if dy.rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    return gemm(dy.rowwise, dy.scale_inv, weight.columnwise, weight.scale_inv, accumulation=accumulation)
+    transposed = casts.transposed(weight.rowwise) if weight.columnwise is None else weight.columnwise
+    return gemm(dy.rowwise, dy.scale_inv, transposed, weight.scale_inv, accumulation=accumulation,
+                out=added_to, accumulate=added_to is not None)
 
 
 def weight_gradient(dy, x, **options):
@@ -200,22 +227,58 @@ def weight_gradient(dy, x, **options):
     return gemm(dy.columnwise, dy.scale_inv, x.columnwise, x.scale_inv, **options)
 
 
-def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
-    """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
+class LinearGradients(NamedTuple):
+    """The gradients of a linear layer's input, parameters and adapter; None for each that is not needed."""
 
-    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data."""
-    dbias = dx = dweight = None
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    da: torch.Tensor | None
+    db: torch.Tensor | None
+
+
+def _backward_gemms(layer, dy, weight, x, adapter, needs_dx, needs) -> LinearGradients:
+    """Return the gradients of a linear layer.
+
+    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data. adapter: a SavedAdapter.
+    needs: whether weight, bias, a and b need a gradient."""
+    dbias = dx = dweight = da = db = None
     if isinstance(dy, Float8Tensor):
         fp8_dy = dy
-        if needs_dbias:
+        if needs.bias:
             dbias = dy.dequantize().sum(0)
     else:
-        fp8_dy, dbias = casts.cast(dy.contiguous(), layer.gradient_quantization, with_dbias=needs_dbias)
+        fp8_dy, dbias = casts.cast(dy.contiguous(), layer.gradient_quantization, with_dbias=needs.bias)
+    if adapter.a is not None:
+        dlow = adapters.narrow_gemm(fp8_dy.rowwise, fp8_dy.scale_inv, adapter.b.T, adapter.scale)
+        if needs.a:
+            da = adapters.narrow_gemm(x.columnwise, x.scale_inv, dlow.T, transposes=True)
+        if needs.b:
+            db = adapters.narrow_gemm(fp8_dy.columnwise, fp8_dy.scale_inv, adapter.low.T)
+        if needs_dx:
+            dx = dlow @ adapter.a
     if needs_dx:
-        dx = input_gradient(fp8_dy, weight)
-    if needs_dweight:
+        dx = input_gradient(fp8_dy, weight, added_to=dx)
+    if needs.weight:
         dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, x))
-    return dx, dweight, dbias
+    return LinearGradients(dx, dweight, dbias, da, db)
+
+
+class SavedAdapter(NamedTuple):
+    """What the backward pass needs of an adapter; all None without one."""
+
+    low: torch.Tensor | None  # scale · x @ aᵀ, (N, rank)
+    a: torch.Tensor | None  # (rank, in)
+    b: torch.Tensor | None  # (out, rank)
+    scale: float | None
+
+
+def _forward_gemm_with_adapter(x, weight, bias, a, b, scale):
+    """Return x @ weightᵀ + bias, with an adapter's part if a is not None, and what the adapter saves."""
+    if a is None:
+        return forward_gemm(x, weight, bias), None
+    low = adapters.narrow_gemm(x.rowwise, x.scale_inv, a, scale)
+    return forward_gemm(x, weight, bias, added_to=low @ b.T), low
 
 
 def _parameter_gradient(parameter, compute):
@@ -269,8 +332,10 @@ def first_derivative_only(backward):
 
 NormLinearInputs = input_names(
     "NormLinearInputs",
-    "x branch branch_bias norm_weight norm_bias weight bias eps layer dbranch_quantization tied_gradient")
-LinearInputs = input_names("LinearInputs", "x x_bias weight bias activation layer dx_quantization")
+    "x branch branch_bias norm_weight norm_bias weight bias eps layer dbranch_quantization tied_gradient a b "
+    "adapter_scale")
+LinearInputs = input_names(
+    "LinearInputs", "x x_bias weight bias activation layer dx_quantization a b adapter_scale")
 
 
 class _NormLinear(torch.autograd.Function):
@@ -278,18 +343,20 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
-                dbranch_quantization, tied_gradient):
+                dbranch_quantization, tied_gradient, a, b, adapter_scale):
         residual, fp8_y, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, layer.input_quantization)
         fp8_weight = layer.fp8_weight
+        out, low = _forward_gemm_with_adapter(fp8_y, fp8_weight, bias, a, b, adapter_scale)
         ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, fp8_y.columnwise, fp8_y.scale_inv, fp8_weight.columnwise,
-            fp8_weight.scale_inv)
+            residual, mean, rstd, norm_weight, low, a, b, fp8_y.columnwise, fp8_y.scale_inv,
+            *fp8_weight.for_backward())
         ctx.layer = layer
         ctx.dbranch_quantization = dbranch_quantization
         ctx.tied_gradient = tied_gradient
+        ctx.adapter_scale = adapter_scale
         ctx.set_materialize_grads(False)
-        return residual, forward_gemm(fp8_y, fp8_weight, bias)
+        return residual, out
 
     @staticmethod
     @first_derivative_only
@@ -307,16 +374,17 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
-    residual, mean, rstd, norm_weight, y_columnwise, y_inv, w_columnwise, w_inv = ctx.saved_tensors
+    residual, mean, rstd, norm_weight, low, a, b, y_columnwise, y_inv, *weight = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias
-    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(None, w_columnwise, w_inv)
-    dy, dweight, dbias = _backward_gemms(
-        ctx.layer, dout, fp8_weight, fp8_y, needs_dy, needs.weight, needs.bias)
+    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(*weight)
+    adapter = SavedAdapter(low, a, b, ctx.adapter_scale)
+    dy, dweight, dbias, da, db = _backward_gemms(
+        ctx.layer, dout, fp8_weight, fp8_y, adapter, needs_dy, needs)
     if ctx.tied_gradient is not None and needs.weight:
         ctx.tied_gradient.add(dweight)
         dweight = None
     if not needs_dy:
-        return NormLinearInputs(weight=dweight, bias=dbias)
+        return NormLinearInputs(weight=dweight, bias=dbias, a=da, b=db)
     quantization = ctx.dbranch_quantization if needs.branch else None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
@@ -329,7 +397,7 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = norm.dx
     return NormLinearInputs(
         x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
-        norm_bias=norm.dbias, weight=dweight, bias=dbias)
+        norm_bias=norm.dbias, weight=dweight, bias=dbias, a=da, b=db)
 
 
 class _LinearInBF16(torch.autograd.Function):
@@ -366,7 +434,7 @@ class _Linear(torch.autograd.Function):
     """`linear` and `activation_linear`."""
 
     @staticmethod
-    def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization):
+    def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization, a, b, adapter_scale):
         saved_x = saved_bias = None  # before the activation
         if activation is None:
             fp8_x, _ = casts.cast(x.contiguous(), layer.input_quantization)
@@ -375,27 +443,29 @@ class _Linear(torch.autograd.Function):
             saved_x = x
             saved_bias = x_bias
         fp8_weight = layer.fp8_weight
+        out, low = _forward_gemm_with_adapter(fp8_x, fp8_weight, bias, a, b, adapter_scale)
         ctx.save_for_backward(
-            saved_x, saved_bias, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
-            fp8_weight.scale_inv)
+            saved_x, saved_bias, low, a, b, fp8_x.columnwise, fp8_x.scale_inv, *fp8_weight.for_backward())
         ctx.layer = layer
         ctx.activation = activation
         ctx.dx_quantization = dx_quantization
-        return forward_gemm(fp8_x, fp8_weight, bias)
+        ctx.adapter_scale = adapter_scale
+        return out
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        saved_x, saved_bias, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
+        saved_x, saved_bias, low, a, b, x_columnwise, x_inv, *weight = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(None, w_columnwise, w_inv)
-        dx, dweight, dbias = _backward_gemms(
-            ctx.layer, dy, fp8_weight, fp8_x, needs_dx, needs.weight, needs.bias)
+        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(*weight)
+        adapter = SavedAdapter(low, a, b, ctx.adapter_scale)
+        dx, dweight, dbias, da, db = _backward_gemms(
+            ctx.layer, dy, fp8_weight, fp8_x, adapter, needs_dx, needs)
         dx_bias = None
         if ctx.activation is not None and needs_dx:
             fp8_dx, dx_bias = casts.activate_backward(
                 ctx.activation, dx, saved_x, saved_bias, ctx.dx_quantization)
             dx = Float8Tensor(*fp8_dx)
         ctx.layer.update_gradient_scales()
-        return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias))
+        return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias, a=da, b=db))

@@ -14,7 +14,7 @@ Reference: TE 2.20, `quantization.py` and `module/*.py`.
 
 import functools
 import types
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +30,7 @@ from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
 from fast_kernels.fp8 import Quantization, gradient_dtype
+from fast_kernels.frozen import FrozenWeight, freeze
 from fast_kernels.fused import LinearPass, Stream
 from fast_kernels.library import unsupported_reason
 from fast_kernels.loss import cross_entropy
@@ -308,6 +309,9 @@ def _has_backward(*tensors):
 
 
 def _device():
+    """Return where parameters are created. `with torch.device("meta"):` gives parameters without memory."""
+    if torch.get_default_device().type == "meta":
+        return "meta"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -450,14 +454,16 @@ class Module(CheckedOptions, nn.Module):
         self.check_device()
         self.init_fp8_meta_tensors(recipe)
         self.fp8_meta["fp8_checkpoint"] = True
-        updated = []
+        static = []
         for direction in ("scaling_fwd", "scaling_bwd"):
             state = self.fp8_meta[direction]
-            updated += [state.scale, state.amax_history]
-        if keeps_weights:
-            for gemm in range(len(self.weight_names)):
-                updated += self.workspace(gemm)
-        for tensor in updated:  # CUDA graphs of torch.compile update no other inputs
+            static += [state.scale, state.amax_history]
+        for gemm, name in enumerate(self.weight_names):
+            if self.is_frozen(gemm):
+                static += [tensor for tensor in getattr(self, name).fp8_data() if tensor is not None]
+            elif keeps_weights:
+                static += self.workspace(gemm)
+        for tensor in static:  # CUDA graphs of torch.compile update no other inputs, and copy them
             torch._dynamo.mark_static_address(tensor)
 
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
@@ -478,6 +484,10 @@ class Module(CheckedOptions, nn.Module):
             return None
         return self._gemm_quantizations(0).output_gradient
 
+    def is_frozen(self, gemm):
+        """Return whether a GEMM's weight is frozen in FP8."""
+        return isinstance(getattr(self, self.weight_names[gemm]), FrozenWeight)
+
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
         name = self.weight_names[gemm]
@@ -490,20 +500,25 @@ class Module(CheckedOptions, nn.Module):
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
         name = self.weight_names[gemm]
+        weight = getattr(self, name)
+        if isinstance(weight, FrozenWeight):
+            return weight.fp8_data()
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
         out = self.workspace(gemm) if is_first_microbatch else None
-        quantized, _ = casts.cast(getattr(self, name).detach(), quantization, out=out)
+        quantized, _ = casts.cast(weight.detach(), quantization, out=out)
         return quantized
 
     def weights_to_quantize(self, recipe) -> list:
-        """Return (weight, rowwise, columnwise, scale_inv, scale, amax) of each GEMM's weight."""
+        """Return (weight, rowwise, columnwise, scale_inv, scale, amax) of each weight that is not frozen."""
         self.init_fp8_meta_tensors(recipe)
         self.check_device()
         weights = []
         for gemm, name in enumerate(self.weight_names):
             weight = getattr(self, name)
             self.check_dtype(weight, weight)
+            if self.is_frozen(gemm):
+                continue
             if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
                 raise ValueError(
                     f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
@@ -512,9 +527,38 @@ class Module(CheckedOptions, nn.Module):
             weights.append((weight, *self.workspace(gemm), quantization.scale, quantization.amax))
         return weights
 
+    def _frozen_weights(self):
+        """Return {name: FrozenWeight}."""
+        return {name: p for name, p in self.named_parameters(recurse=False) if isinstance(p, FrozenWeight)}
+
+    def freeze_weight(self, gemm, keeps_transpose):
+        """Keep a GEMM's weight in FP8 alone."""
+        name = self.weight_names[gemm]
+        setattr(self, name, freeze(getattr(self, name), keeps_transpose))
+        self._fp8_workspaces.pop(name, None)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name, weight in self._frozen_weights().items():
+                destination[prefix + name] = weight.dequantize()
+
+    def _load_from_state_dict(self, *arguments):
+        frozen = self._frozen_weights()
+        super()._load_from_state_dict(*arguments)
+        for name, weight in frozen.items():
+            gemm = self.weight_names.index(name)
+            if not self.is_frozen(gemm):  # load_state_dict(assign=True) has replaced it
+                self.freeze_weight(gemm, keeps_transpose=weight.columnwise is not None)
+
     def _apply(self, function, recurse=True):
-        """Move to another device or dtype; the FP8 state stays in float32."""
+        """Move to another device or dtype; the FP8 state stays in float32, and frozen weights in FP8."""
+        frozen = self._frozen_weights()
+        for name in frozen:
+            self._parameters[name] = None
         super()._apply(function, recurse)
+        for name, weight in frozen.items():
+            self._parameters[name] = weight.map(function)
         device = next(self.parameters()).device
         for state in (self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")):
             if state is not None:
@@ -575,6 +619,31 @@ class LayerNormMLP(Module):
     def run(self, x, is_first_microbatch):
         _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
+
+
+def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
+    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
+    the weights of Linear, LayerNormLinear and LayerNormMLP only the FP8 values stay, see frozen.py.
+
+    A weight that two modules share, such as a tied embedding, stays in BF16, and so does one whose sizes are
+    not multiples of 16, as FP8 needs. Name a layer that runs without FP8 in `except_for`, because its weight
+    would be rounded, too; then freeze it by requires_grad_(False).
+
+    keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all. False:
+        one byte a value, and each backward pass makes the transpose anew.
+    """
+    excluded = (except_for,) if isinstance(except_for, str) else tuple(except_for)
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    for owner_name, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if any(text in f"{owner_name}.{name}" for text in excluded):
+                continue
+            parameter.requires_grad_(False)
+            is_weight = isinstance(owner, Module) and name in owner.weight_names
+            fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
+            is_own = uses[id(parameter)] == 1 and not isinstance(parameter, FrozenWeight)
+            if is_weight and fits_fp8 and is_own:
+                owner.freeze_weight(owner.weight_names.index(name), keeps_transpose)
 
 
 @torch.no_grad()

@@ -12,12 +12,15 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+from fast_kernels.frozen import FrozenWeight
+
 DIRECTIONS = "scaling_fwd", "scaling_bwd"
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
     """Write scales (n,) and amax histories (length, n) as tensors."""
     for name, module in model.named_modules():
+        write_frozen_scales(module)
         for direction in DIRECTIONS:
             scaling = getattr(module, "fp8_meta", {}).get(direction)
             if scaling is None:
@@ -25,6 +28,16 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
             vars(module)[direction] = scaling  # PyTorch's get_model_state_dict follows a key by getattr
             state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
             state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+@torch.no_grad()
+def write_frozen_scales(module):
+    """Write the scales of weights that are frozen in FP8 to the module's state, where no pass sets them."""
+    scaling = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+    for name, weight in module.named_parameters(recurse=False):
+        if scaling is not None and isinstance(weight, FrozenWeight):
+            gemm = 1 if name == "fc2_weight" else 0
+            scaling.scale[3 * gemm + 1] = weight.scale[0]
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):

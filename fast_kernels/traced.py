@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
 from fast_kernels.fp8 import FP8Data, Quantization, gradient_dtype
+from fast_kernels.frozen import FrozenWeight
 from fast_kernels.fused import forward_gemm, input_gradient, weight_gradient
 from fast_kernels.library import input_names, operation
 
@@ -99,7 +100,7 @@ def _run_linear(module, x, quantization, gradient_scaling, is_first_microbatch):
             fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
         fp8_weight = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
     return _Linear.apply(
-        x, norm_weight, norm_bias, module.weight, module.bias, mean, rstd, fp8_x, fp8_weight,
+        x, norm_weight, norm_bias, _trained(module.weight), module.bias, mean, rstd, fp8_x, fp8_weight,
         gradient_scaling)
 
 
@@ -113,9 +114,9 @@ def _run_mlp(module, x, quantization, gradient_scaling, is_first_microbatch):
             module.activation, hidden, _detach(module.fc1_bias), quantization(FC2_INPUT))
         fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
     return _MLP.apply(
-        x, module.layer_norm_weight, module.layer_norm_bias, module.fc1_weight, module.fc1_bias,
-        module.fc2_weight, module.fc2_bias, mean, rstd, fp8_x, fp8_fc1, module.activation, hidden, fp8_act,
-        fp8_fc2, gradient_scaling)
+        x, module.layer_norm_weight, module.layer_norm_bias, _trained(module.fc1_weight), module.fc1_bias,
+        _trained(module.fc2_weight), module.fc2_bias, mean, rstd, fp8_x, fp8_fc1, module.activation, hidden,
+        fp8_act, fp8_fc2, gradient_scaling)
 
 
 def _norm(module, x, quantization):
@@ -124,6 +125,11 @@ def _norm(module, x, quantization):
         x.detach(), None, None, module.layer_norm_weight.detach(), _detach(module.layer_norm_bias),
         module.eps, quantization)
     return fp8_x, mean, rstd
+
+
+def _trained(weight):
+    """Return a weight, or None if it is frozen in FP8: a graph has no inputs of that type."""
+    return None if isinstance(weight, FrozenWeight) else weight
 
 
 def _detach(parameter):
@@ -163,13 +169,12 @@ class _Linear(torch.autograd.Function):
         if norm_weight is None:
             x = None  # only the norm's backward pass reads it
         ctx.save_for_backward(
-            x, norm_weight, mean, rstd, fp8_x.columnwise, fp8_x.scale_inv, fp8_weight.columnwise,
-            fp8_weight.scale_inv)
+            x, norm_weight, mean, rstd, fp8_x.columnwise, fp8_x.scale_inv, *fp8_weight.for_backward())
         return forward_gemm(fp8_x, fp8_weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        x, norm_weight, mean, rstd, x_columnwise, x_inv, w_columnwise, w_inv = ctx.saved_tensors
+        x, norm_weight, mean, rstd, x_columnwise, x_inv, *fp8_weight = ctx.saved_tensors
         needs = TracedLinearInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dweight = None
         fp8_dy, dbias = casts.cast(
@@ -177,7 +182,7 @@ class _Linear(torch.autograd.Function):
         if needs.weight:
             dweight = weight_gradient(fp8_dy, FP8Data(None, x_columnwise, x_inv))
         if needs.x or needs.norm_weight or needs.norm_bias:
-            dx = input_gradient(fp8_dy, FP8Data(None, w_columnwise, w_inv))
+            dx = input_gradient(fp8_dy, FP8Data(*fp8_weight))
             if norm_weight is not None:
                 norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
                 dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
@@ -196,14 +201,14 @@ class _MLP(torch.autograd.Function):
         ctx.activation = activation
         ctx.save_for_backward(
             x, norm_weight, mean, rstd, fc1_bias, hidden, fp8_x.columnwise, fp8_x.scale_inv,
-            fp8_fc1.columnwise, fp8_fc1.scale_inv, fp8_act.columnwise, fp8_act.scale_inv, fp8_fc2.columnwise,
-            fp8_fc2.scale_inv)
+            fp8_act.columnwise, fp8_act.scale_inv, *fp8_fc1.for_backward(), *fp8_fc2.for_backward())
         return forward_gemm(fp8_act, fp8_fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, fc1_columnwise, fc1_inv,
-         act_columnwise, act_inv, fc2_columnwise, fc2_inv) = ctx.saved_tensors
+        (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, act_columnwise, act_inv,
+         *weights) = ctx.saved_tensors
+        fp8_fc1, fp8_fc2 = FP8Data(*weights[:3]), FP8Data(*weights[3:])
         needs = TracedMLPInputs(*ctx.needs_input_grad)
         dx = dnorm_weight = dnorm_bias = dfc1_weight = dfc1_bias = dfc2_weight = None
         # fc2
@@ -214,14 +219,14 @@ class _MLP(torch.autograd.Function):
         # activation and fc1
         needs_dx = needs.x or needs.norm_weight or needs.norm_bias
         if needs_dx or needs.fc1_weight or needs.fc1_bias:
-            dact = input_gradient(fp8_dy, FP8Data(None, fc2_columnwise, fc2_inv))
+            dact = input_gradient(fp8_dy, fp8_fc2)
             fp8_dhidden, dfc1_bias = casts.activate_backward(
                 ctx.activation, dact, hidden, fc1_bias, ctx.gradient_scaling.quantization(GRADIENT))
         if needs.fc1_weight:
             dfc1_weight = weight_gradient(fp8_dhidden, FP8Data(None, x_columnwise, x_inv))
         # norm
         if needs_dx:
-            dx = input_gradient(fp8_dhidden, FP8Data(None, fc1_columnwise, fc1_inv))
+            dx = input_gradient(fp8_dhidden, fp8_fc1)
             norm = casts.norm_backward(dx, x, mean, rstd, norm_weight, None)
             dx, dnorm_weight, dnorm_bias = norm.dx, norm.dweight, norm.dbias
         ctx.gradient_scaling.update()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from nanote import parallel, recipes, training_state
+from nanote import adapters, parallel, recipes, training_state
 from nanote.tokens import sha256
 from nanote.training_state import under_prefix
 
@@ -300,15 +300,18 @@ def load(folder, model, optimizer=None) -> None:
     meta = read_meta(folder)
     weights = training_state.weights_of(model)
     reader = TensorReader(folder)
+    base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
+    if base is not None:
+        weights = load_base(base, meta, model, reader.entries)
     check_weights(folder, reader.entries, weights)
     if optimizer is None:
         load_weights_only(reader, weights)
         return
     rng = f"rng{parallel.rank()}."
-    names = reader.names(("model.", "optimizer.", "fp8.", rng))
+    names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
     stored = local_parts(reader.read(names, like=weights))
     with torch.no_grad(), errors_naming(folder):
-        training_state.load_weights(model, stored)
+        training_state.load_weights(model, stored, weights)
         recipes.set_state(model, under_prefix(stored, "fp8."))
         training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
         if f"{rng}torch" in stored:  # unless there are more ranks now
@@ -316,12 +319,42 @@ def load(folder, model, optimizer=None) -> None:
 
 
 @torch.no_grad()
+def load_base(base: Path, meta: dict, model, entries: dict) -> dict:
+    """Load the weights that a checkpoint of adapters lacks from their base. Return {name: tensor} of the
+    model's others. entries: of the checkpoint's TensorReader. Collective."""
+    weights = training_state.weights_of(model)
+    tensors = read_base(base, weights)
+    adapters_there = under_prefix(entries, "model.")
+    names = frozenset(under_prefix(tensors, "model.")) & weights.keys() - adapters_there.keys()
+    dtype = next(iter(adapters_there.values())).properties.dtype  # of the weights in training
+    for name in names:
+        values = tensors.get(f"optimizer.{name}.master_param", tensors[f"model.{name}"])
+        values = parallel.sharded_like(weights[name], values.to(dtype))
+        training_state.write_weight(weights[name], parallel.local_part(values))
+    model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], names)
+    return {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+def read_base(folder: Path, weights: dict) -> dict[str, torch.Tensor]:
+    """Return the weights of a base, a checkpoint or a folder of Hugging Face, and their float32 masters,
+    named as in a checkpoint. weights: {name: tensor} of the model. Collective."""
+    if step_of(folder) is None:
+        from tools.import_hf import read_model  # needs transformers
+        found, _ = read_model(folder, rows=weights["wte.weight"].shape[0])
+        return {f"model.{name}": tensor for name, tensor in found.items()}
+    masters = [f"optimizer.{name}.master_param" for name in weights]
+    return read_tensors(folder, ("model.", *masters), like=weights)
+
+
+@torch.no_grad()
 def load_weights_only(reader: "TensorReader", weights: dict) -> None:
     """Copy the stored weights to those of a model, one at a time: the host never holds a second copy."""
     for name, weight in weights.items():
-        stored_name = f"model.{name}"
-        stored = reader.read([stored_name], like=weights)[stored_name]
-        parallel.local_part(weight).copy_(parallel.local_part(stored))
+        names = [f"model.{name}"]
+        if f"frozen.{name}.scale" in reader.entries:
+            names.append(f"frozen.{name}.scale")
+        stored = local_parts(reader.read(names, like=weights))
+        training_state.write_weight(weight, stored[f"model.{name}"], stored.get(f"frozen.{name}.scale"))
 
 
 def read_tensors(folder, prefixes=("model.",), like=None) -> dict[str, torch.Tensor]:

@@ -28,8 +28,10 @@ import torch
 import torch.distributed as dist
 
 from nanote import parallel
+from nanote.engine import is_frozen_in_fp8
 from nanote.optimizers import FastOptimizer
 from nanote.recipes import round_up
+from nanote.training_state import frozen_scale, write_weight
 
 ALIGNMENT = 128  # elements: in BF16, each gradient and each rank's shard starts at a multiple of 256 bytes
 # NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; a single one for all
@@ -44,10 +46,26 @@ def distribute(model, kind: str, grad_accum: int):
     """
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)
+            broadcast(tensor)
         if kind != "ddp":
+            if any(is_frozen_in_fp8(parameter) for parameter in model.parameters()):
+                raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "
+                                 "--parallel ddp")
             parallel.shard(model, kind, grad_accum)
     return model
+
+
+def broadcast(tensor) -> None:
+    """Copy a parameter or a buffer of rank 0 to the other ranks, bit for bit if it is frozen in FP8, too."""
+    if not is_frozen_in_fp8(tensor):
+        dist.broadcast(tensor.data, src=0)
+        return
+    values = tensor.dequantize()
+    scale = frozen_scale(tensor)
+    dist.broadcast(values, src=0)
+    if scale is not None:
+        dist.broadcast(scale, src=0)
+    write_weight(tensor, values, scale)
 
 
 def make_gradients(model, grad_accum: int):

@@ -7,10 +7,19 @@ save_fp8_state and load_fp8_state write and read the FP8 state of a model. ENGIN
 from dataclasses import dataclass
 from importlib import import_module
 
-from model_te_optimized import ENGINE, DelayedScaling, Format, load_fp8_state, save_fp8_state, te, te_recipe
+from model_te_optimized import (
+    ENGINE,
+    DelayedScaling,
+    Format,
+    is_frozen_in_fp8,
+    load_fp8_state,
+    save_fp8_state,
+    te,
+    te_recipe,
+)
 
-__all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "load_fp8_state", "of_module",
-           "save_fp8_state", "te", "te_recipe"]
+__all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "is_frozen_in_fp8",
+           "load_fp8_state", "of_module", "save_fp8_state", "te", "te_recipe"]
 TE_VERSION = import_module("transformer_engine").__version__ if ENGINE == "te" else None
 TE_NAME = f"Transformer Engine {TE_VERSION}" if TE_VERSION else "Transformer Engine"
 

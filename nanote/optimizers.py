@@ -18,7 +18,8 @@ import math
 
 import torch
 
-from nanote import parallel, recipes
+from nanote import adapters, parallel, recipes
+from nanote.engine import is_frozen_in_fp8
 
 
 class Optimizer:
@@ -121,8 +122,14 @@ def make_optimizer(model, config) -> Optimizer:
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
     trained_by_muon = set(matrices)
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
+    saves_memory = any(is_frozen_in_fp8(p) for p in parameters) or adapters.trains_only_adapters(model)
+    if saves_memory:  # no state of frozen parameters
+        parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:  # Muon trains all that is not frozen, such as adapters in blocks
+        return Optimizer(model, make_muon(matrices, config))
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]  # FastAdam reads its dtype from the first one
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
     is_fast = parameters[0].is_cuda and not recipes.IS_REFERENCE
@@ -135,18 +142,21 @@ def make_optimizer(model, config) -> Optimizer:
             master_weights=any(p.dtype != torch.float32 for p in parameters),
             master_weight_dtype=torch.float32, **options)
     if matrices:
-        from nanote.muon import Muon
-        muon = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
-        return Optimizer(model, muon, adamw)
+        return Optimizer(model, make_muon(matrices, config), adamw)
     if is_fast:
         return FastOptimizer(model, adamw)
     return Optimizer(model, adamw)
 
 
+def make_muon(matrices, config):
+    from nanote.muon import Muon
+    return Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
+
+
 def matrices_of_blocks(model) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
     blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
-    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
+    matrices = [p for p in blocks.parameters() if p.dim() == 2 and not is_frozen_in_fp8(p)]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")

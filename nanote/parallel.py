@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -198,6 +198,14 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
 
 
 # ---------------------------------------------------------------- what ranks do together
+
+def sharded_like(weight, tensor):
+    """Return a tensor that every rank has whole as a DTensor if `weight` is one."""
+    if not isinstance(weight, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    on_host = empty_on_host(weight, weight.shape, tensor.dtype)
+    return distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
+
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from nanote import checkpoint, logs, models, parallel, recipes
+from nanote import adapters, checkpoint, logs, models, parallel, recipes
 from nanote.config import is_model_file
 
 
@@ -67,7 +67,7 @@ def run_meta(config, model, loader, step: int, skipped: list[int]) -> dict:
         "samples": loader.samples_before(step + 1),
         "tokens_per_step": loader.tokens_per_step,
         "skipped": skipped,
-    }
+    } | adapters.base_meta(model, config.out_dir)
 
 
 def print_summary(config, step: int) -> None:

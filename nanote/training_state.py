@@ -2,6 +2,8 @@
 the optimizer, the FP8 scales and the random number generators.
 
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
+  A weight that is frozen in FP8 is stored dequantized, so that every model reads it, and has a second tensor,
+  "frozen.<parameter>.scale", with which it is quantized to the same bytes.
 - `parts_to_write` says what each rank stores: its shard of a sharded parameter, and its share of the tensors
   that all ranks have. `load_weights`, `load_optimizer` and `set_rng_state` put the tensors back.
 - A run may resume in another dtype: the float32 master of a BF16 weight is stored with the optimizer's state,
@@ -16,7 +18,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from nanote import parallel, recipes
+from nanote import adapters, parallel, recipes
+from nanote.engine import is_frozen_in_fp8
 
 NUMBER = ":number"  # ends the name of a number in an optimizer's state, which is stored as a 0-d tensor
 
@@ -94,14 +97,17 @@ def parts_to_write(model, optimizer) -> Iterator[StoredPart]:
 
 
 def named_tensors(model, optimizer):
-    """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state.
+    """Yield (name, tensor, parameter) of weights, optimizer state and FP8 state. The weights that the base of
+    adapters has are left out.
 
     `parameter` is a DTensor if `tensor` is only this rank's shard, of the parameter or of a state that is
     sharded like it. Otherwise all ranks have the whole tensor.
     """
     weights = weights_of(model)
+    names_of_base = adapters.names_of_base(model)
     for name, weight in weights.items():
-        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+        if name not in names_of_base:
+            yield from named_tensors_of_weight(name, weight)
     names = names_of_parameters(weights)
     for local_parameter, state in optimizer.state.items():
         name = names[id(local_parameter)]
@@ -121,6 +127,17 @@ def named_tensors(model, optimizer):
         yield f"fp8.{name}", value, None
 
 
+def named_tensors_of_weight(name: str, weight):
+    """Yield what `named_tensors` does of a weight."""
+    if not is_frozen_in_fp8(weight):
+        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+        return
+    yield f"model.{name}", weight.dequantize(), weight
+    scale = frozen_scale(weight)
+    if scale is not None:
+        yield f"frozen.{name}.scale", scale, None
+
+
 def is_first_replica(parameter: DTensor) -> bool:
     """Return whether this rank is the first of those that have the same shard (hsdp: one on each machine)."""
     coordinates = parameter.device_mesh.get_coordinate()
@@ -138,17 +155,18 @@ def shard_offsets(parameter: DTensor) -> list[int]:
 
 # ---------------------------------------------------------------- from tensors to a run
 
-def load_weights(model, stored: dict[str, torch.Tensor]) -> None:
-    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model.
+def load_weights(model, stored: dict[str, torch.Tensor], weights=None) -> None:
+    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model, or to those of
+    `weights`, {name: tensor}.
 
     A weight that has a float32 master becomes the master, rounded to the model's dtype. "model.<parameter>"
     was rounded when it was saved: to BF16, or to FP8 by version 0.2 with --fp8-param.
     """
-    for name, weight in weights_of(model).items():
+    for name, weight in (weights or weights_of(model)).items():
         source = stored.get(f"optimizer.{name}.master_param")
         if source is None:
             source = stored[f"model.{name}"]
-        parallel.local_part(weight).copy_(source)
+        write_weight(weight, source, stored.get(f"frozen.{name}.scale"))
 
 
 def load_optimizer(optimizer, model, stored: dict[str, torch.Tensor], stored_groups=()) -> None:
@@ -201,6 +219,27 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, parameter, stored: di
             current.copy_(remainder)
         else:
             current.copy_(value)
+
+
+# ---------------------------------------------------------------- weights that are frozen in FP8
+
+def frozen_scale(weight) -> torch.Tensor | None:
+    """Return the scale of a frozen weight, (1,) float32. None on Transformer Engine, where BF16 values give
+    it again."""
+    return getattr(weight, "scale", None)
+
+
+def write_weight(weight, values, scale=None) -> None:
+    """Copy values, this rank's part, to a parameter or a buffer.
+
+    scale: with which a weight that is frozen in FP8 is quantized. None: with that of the values' amax.
+    """
+    if not is_frozen_in_fp8(weight):
+        parallel.local_part(weight).copy_(values)
+    elif scale is None or frozen_scale(weight) is None:
+        weight.copy_(values.to(weight.dtype))  # a float32 master is rounded first, as for a BF16 weight
+    else:
+        weight.copy_(values, scale=scale)
 
 
 # ---------------------------------------------------------------- float32 masters

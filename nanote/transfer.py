@@ -6,11 +6,16 @@ source's float32 masters, and FP8 scales are taken over if both have the same te
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nanote import checkpoint, parallel, recipes
+from nanote import adapters, checkpoint, parallel, recipes
 from nanote.tokens import check_tokenizer
-from nanote.training_state import load_optimizer, load_weights, under_prefix, weights_of
+from nanote.training_state import (
+    load_optimizer,
+    load_weights,
+    names_of_parameters,
+    under_prefix,
+    weights_of,
+)
 
 
 def is_run(source: str) -> bool:
@@ -24,17 +29,23 @@ def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
     folder = checkpoint.find(config.init_from)
     meta = checkpoint.read_meta(folder)
     check_tokenizer(config.data, tokenizer, meta["tokenizer"])
-    tensors = read_run(folder, weights_of(model))
-    has_same_tensors = start_from_tensors(config, model, optimizer, tensors, meta["model_config"])
+    weights = weights_of(model)
+    tensors = read_run(folder, weights)
+    base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
+    if base is not None:  # the run has adapters of it
+        tensors = checkpoint.read_base(base, weights) | tensors
+    has_same_tensors = start_from_tensors(
+        config, model, optimizer, tensors, meta["model_config"], base or folder)
     return meta if has_same_tensors else {}
 
 
 @torch.no_grad()
-def start_from_tensors(config, model, optimizer, tensors: dict, source_config: dict) -> bool:
+def start_from_tensors(config, model, optimizer, tensors: dict, source_config: dict, base: Path) -> bool:
     """Copy the tensors of --init-from, named as in a checkpoint, to a new run's model. Print which were
     found, and return whether source and model have the same. Collective.
 
     source_config: the fields of the config of the source's model.
+    base: the folder of the weights, which a run of adapters does not store again.
     """
     source = config.init_from
     print_differences(source, model.config, source_config)
@@ -47,15 +58,22 @@ def start_from_tensors(config, model, optimizer, tensors: dict, source_config: d
     if has_same_tensors:
         recipes.set_state(model, under_prefix(tensors, "fp8."))
     stored = checkpoint.local_parts(tensors)
+    names = names_of_parameters(weights)
+    in_optimizer = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     for name, weight in weights.items():
         if name not in found:
             stored[f"model.{name}"] = parallel.local_part(weight)  # stays as initialized
             continue
-        stored[f"model.{name}"] = parallel.local_part(sharded_like(weight, found[name]))
-        if weight.dtype != torch.float32:  # load_weights takes the master: the source's bits, not rounded
+        stored[f"model.{name}"] = parallel.local_part(parallel.sharded_like(weight, found[name]))
+        if weight.dtype != torch.float32 and name in in_optimizer:
+            # load_weights takes the master: the source's bits, not rounded
             stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
     load_weights(model, stored)
     load_optimizer(optimizer, model, stored)
+    if adapters.trains_only_adapters(model):
+        checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
+        names = frozenset(name for name in found.keys() & weights.keys() if adapters.MARK not in name)
+        model.base_of_adapters = adapters.Base(base, checksum, names)
     return has_same_tensors
 
 
@@ -88,14 +106,6 @@ def print_found(source: str, found: dict, weights: dict) -> None:
     print(f"--init-from {source}: {len(common)} tensors found: {shortened(common)}\n"
           f"  {len(missing)} of the model not found, so as initialized: {shortened(missing)}\n"
           f"  {len(unused)} of the source not used: {shortened(unused)}")
-
-
-def sharded_like(weight, tensor):
-    """Return a tensor that every rank has whole as a DTensor if `weight` is one."""
-    if not isinstance(weight, DTensor) or isinstance(tensor, DTensor):
-        return tensor
-    on_host = parallel.empty_on_host(weight, weight.shape, tensor.dtype)
-    return distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
 
 
 def check_same_ids(source: str, data: str) -> None:

@@ -75,6 +75,15 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture
+def deterministic(monkeypatch):
+    """PyTorch's deterministic algorithms, for results of a GPU that are equal bit for bit."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

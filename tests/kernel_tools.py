@@ -71,9 +71,9 @@ class _PoisonedTorch:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
     """Fill new memory with NaN, so that elements that a kernel does not write are noticed."""
-    for name in ("fast_kernels.casts", "fast_kernels.embedding", "fast_kernels.loss", "fast_kernels.gemm"):
-        if name in sys.modules:
-            monkeypatch.setattr(sys.modules[name], "torch", _PoisonedTorch())
+    for name in ("casts", "embedding", "loss", "gemm", "adapters"):
+        if f"fast_kernels.{name}" in sys.modules:
+            monkeypatch.setattr(sys.modules[f"fast_kernels.{name}"], "torch", _PoisonedTorch())
 
 
 @pytest.fixture(autouse=True)

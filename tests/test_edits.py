@@ -85,12 +85,20 @@ def test_the_edited_model_trains_in_fp8(edit, model, build):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.02
-    assert net.blocks[-1].mlp.fp8_meta["recipe"].delayed()  # it ran in FP8
+    assert net.blocks[-1].attn.qkv.fp8_meta["recipe"].delayed()  # it ran in FP8
     for name, parameter in net.named_parameters():
         learns = parameter.requires_grad and not name.startswith("value_head")
         assert (parameter.grad is not None) == learns, name
         if parameter.dim() > 1:  # a step of 0.01 may be too small for a norm's weight in BF16
             assert torch.equal(parameter, before[name]) != learns, name
+
+
+@pytest.mark.parametrize("edit", ["freeze", "lora"])
+def test_recomputed_blocks_train_behind_frozen_embeddings(edit, build):
+    net = build("optimized", edit, gradient_checkpointing=True)
+    net(*make_batch()).backward()
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,7 +107,8 @@ def test_what_each_edit_does(model, build):
     trained = {name for name, p in build(model, "freeze").named_parameters() if p.requires_grad}
     assert trained and all(name.startswith("blocks.1.") for name in trained)
     learns = {name for name, p in build(model, "lora").named_parameters() if p.requires_grad}
-    assert learns == {f"blocks.{i}.attn.lora_{ab}.weight" for i in (0, 1) for ab in "ab"}
+    layers = "attn.lora_qkv", "attn.lora_proj", "mlp.lora_fc1", "mlp.lora_fc2"
+    assert learns == {f"blocks.{i}.{layer}.{ab}" for i in (0, 1) for layer in layers for ab in "ab"}
     with torch.no_grad():
         logits, values = build(model, "second_head", **PLAIN)(ids)
     assert values.shape == ids.shape and logits.shape == (*ids.shape, 64)

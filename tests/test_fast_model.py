@@ -477,6 +477,21 @@ def test_a_model_under_fully_shard_restores_its_fp8_state(one_process_group, fas
     assert losses[0] == pytest.approx(losses[1], rel=1e-3 if HAS_GPU else 0)
 
 
+def test_weights_frozen_in_fp8_on_several_ranks(one_process_group):
+    """PyTorch's DDP copies rank 0's weights to all ranks, as the trainer's does. FSDP would cut them."""
+    layer = modules.Linear(32, 32, device=DEVICE, params_dtype=torch.bfloat16)
+    modules.freeze_in_fp8(layer, except_for=["bias"])
+    before = layer.weight.rowwise.view(torch.uint8).clone()
+    replica = torch.nn.parallel.DistributedDataParallel(layer)
+    with modules.autocast():
+        replica(torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)).sum().backward()
+    assert layer.bias.grad.count_nonzero() == 32
+    ddp.distribute(layer, "ddp", grad_accum=1)
+    assert torch.equal(layer.weight.rowwise.view(torch.uint8), before)
+    with pytest.raises(ValueError, match="^--parallel fsdp: does not shard .* pass --parallel ddp$"):
+        ddp.distribute(layer, "fsdp", grad_accum=1)
+
+
 def test_pytorchs_ways_to_restore_keep_the_fp8_state():
     model = make_model()
     find_scales(model, make_tokens(1))

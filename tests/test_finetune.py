@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench import finetune, fits, hf_models, measure, measured, step
-from model_te_optimized import OptimizedGPT2Model
+from model_te_optimized import OptimizedGPT2Model, freeze_in_fp8, is_frozen_in_fp8
 from nanote.config import TrainConfig
+from nanote.models import make_model_config
 from trainer_tools import ROOT, randomize
 
 pytest.importorskip("transformers")
@@ -64,6 +65,20 @@ def test_rows_compare_the_kit_with_transformers_and_llmq(tmp_path, capsys, monke
     assert beside_llmq["ratio_to_llmq"] == pytest.approx(beside_llmq["tokens_per_s"] / 164e3, rel=1e-4)
 
 
+@on_cpu
+@pytest.mark.parametrize("arm, frozen_in_fp8", [("fp8-adapters", 0), ("fp8-checkpointing-frozen", 4)])
+def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8):
+    config = finetune.train_config(
+        finetune.Setting("qwen2.5-0.5b", 2, seq_len=32), hf_models.hf_config("qwen2.5-0.5b", is_tiny=True))
+    figures, training = finetune.measure_adapters(arm, config, measure.Timing(CPU, steps=4, phases=0))
+    assert figures["arm"] == arm and figures["tokens_per_s"] > 0
+    assert training.model.config.gradient_checkpointing == ("checkpointing" in arm)
+    assert {name.split(".")[-2] for name, p in training.model.named_parameters() if p.requires_grad} == {
+        "lora_qkv", "lora_proj", "lora_fc1", "lora_fc2"}
+    weights = training.model.blocks[0].parameters()
+    assert sum(is_frozen_in_fp8(weight) for weight in weights) == frozen_in_fp8
+
+
 @pytest.mark.parametrize("name, parameters", [
     ("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400), ("qwen2.5-1.5b", 1_543_714_304),
     ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512), ("llama-3-8b", 8_030_261_248),
@@ -81,6 +96,26 @@ def test_counted_memory_is_at_most_30_percent_above_measured(shape):
     rows = json.loads((ROOT / "results/memory.json").read_text())
     [row] = measured.find(rows, shape=shape, switch="gradient checkpointing")
     assert 1 < counted / 2**30 / row["peak_gib"] < 1.3
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3-8b"])  # a tied head, and one of its own
+def test_frozen_weights_take_the_bytes_that_are_counted(name):
+    options = hf_models.options_of(hf_models.hf_config(name, is_tiny=True))
+    model = OptimizedGPT2Model(make_model_config("optimized", options)).to(torch.bfloat16)
+    freeze_in_fp8(model)
+    in_bf16 = 0
+    in_fp8 = 0
+    for parameter in model.parameters():
+        if is_frozen_in_fp8(parameter):
+            in_fp8 += parameter.numel()
+        else:
+            in_bf16 += parameter.numel()
+    sizes = fits.sizes_of(model.config)
+    made_in_each_step = fits.FP8_COPIES * sizes.head if model.config.tie_embeddings else 0
+    for bytes_in_fp8, keeps_transpose in ((1, False), (2, True)):
+        counted = fits.frozen(sizes, keeps_transpose) - fits.adapters(sizes) - made_in_each_step
+        assert counted == 2 * in_bf16 + bytes_in_fp8 * in_fp8
 
 
 def test_the_page_has_the_table_of_what_fits():

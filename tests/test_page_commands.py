@@ -71,6 +71,12 @@ A_RUN = [
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
     ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 15", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
+    ("cp model_te_optimized.py my_model.py && git apply examples/edits/optimized/lora.diff", "", None),
+    ("python train.py --config out/qwen/config.json --init-from out/qwen --data data/pairs-Qwen3-0.6B "
+     "--out-dir out/lora --model my_model.py:OptimizedGPT2Model --set lora_rank=16 --set lora_alpha=32 "
+     "--set lora_base=fp8 --lr 1e-4", "", None),
+    ('python sample.py out/lora --model my_model.py:OptimizedGPT2Model --prompt "Once upon a time"',
+     TWO_TOKENS, None),
 ]
 OPTIONS = [
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --micro-batch-size 32", TINY, SHORT),
@@ -174,6 +180,9 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "python doctor.py --model my_model.py:OptimizedGPT2Model"],
     "runs in test_hf.py": [
         "python tools/export_hf.py out/gpt2-124m hf/mine", "python tools/export_hf.py out/qwen hf/qwen"],
+    "runs in test_adapter_runs.py": [
+        "python tools/export_hf.py out/lora hf/merged --model my_model.py:OptimizedGPT2Model",
+        "python tools/export_hf.py out/lora hf/adapters --model my_model.py:OptimizedGPT2Model --peft"],
     "runs in test_fp8_folders.py": ["python tools/export_hf.py out/llama hf/llama-fp8 --fp8"],
     "runs in test_sample.py": ["python sample.py out/qwen --chat"],
     "runs in test_own_model.py": [

@@ -180,14 +180,6 @@ ON_GPU = {
     "without graphs": dict(cuda_graph="off"), "checkpointing": dict(gradient_checkpointing=True)}
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["auto", "optimized"])  # fast_kernels, and Transformer Engine
 @pytest.mark.parametrize("options", ON_GPU)

@@ -5,6 +5,7 @@
 - The class is GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM. An edited model, or
   your own (--model), is refused where its logits differ from those of the class.
 - The embedding keeps its padding rows (50,257 → 50,304), unless the run began as an import.
+- Adapters of the edit lora are added to the weights of their base. --peft writes them alone, for PEFT.
 - --fp8 writes the blocks in FP8 for servers, with the scales of delayed scaling: see tools/fp8_folders.py.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
   the files are copied, with the chat template, and the generation config but for the ids that end a text.
@@ -26,18 +27,21 @@ import json
 import math
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
-from nanote import checkpoint, models, recipes, trained_model
+from nanote import adapters, checkpoint, models, recipes, trained_model
 from nanote.command import parse, run_command
 from nanote.logs import read_metrics
 from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
-from tools import fp8_folders, hf_weights
+from nanote.training_state import weights_of
+from tools import adapter_weights, fp8_folders, hf_weights
 from tools.tensor_files import RunWeights, optimized_name, read_json, write_shards
 
 
@@ -52,6 +56,7 @@ class ExportConfig:
     # Write the blocks in FP8 (compressed-tensors), with the scales of a run with --fp8-recipe delayed.
     fp8: bool = False
     fp8_lm_head: bool = False  # With --fp8: write the output head in FP8, too.
+    peft: bool = False  # Write the adapters of a run alone, as a folder of PEFT.
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -127,7 +132,7 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 # ---------------------------------------------------------------- the folder
 
 def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8=False,
-           fp8_lm_head=False) -> Path:
+           fp8_lm_head=False, peft=False) -> Path:
     """Export a run or a checkpoint to `folder`; return the checkpoint. Arguments: see ExportConfig."""
     if fp8 and dtype == "float32":
         raise ValueError("--fp8 with --dtype float32: FP8 weights are those of training, not of the float32 "
@@ -143,27 +148,62 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
     tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
-    if fp8:
+    masters = dtype == "float32"
+    added = adapter_weights.read_adapters(source, meta["model_config"], masters)
+    check_adapters(source, added, fp8, peft)
+    if added is not None:
+        base = adapters.find_base(source, meta) or source
+        vocab_size = adapter_weights.vocab_size_of(base, meta, config.vocab_size)
+        scales = {}
+        weights = adapter_weights.MergedWeights(open_base(base, masters, config), added, torch_dtype)
+    elif fp8:
         scales = fp8_folders.training_scales(source, meta["config"]["fp8_recipe"], config, fp8_lm_head)
         weights = fp8_folders.QuantizedWeights(source, scales, torch_dtype)
     else:
         scales = {}  # no weight is written in FP8
-        weights = RunWeights(source, masters=dtype == "float32", dtype=torch_dtype)
+        weights = RunWeights(source, masters=masters, dtype=torch_dtype)
     with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
-        write_folder(unfinished, weights, scales, config, vocab_size, tokenizer)
-        (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
-        check_logits(unfinished, source, model_name, weights, scales, vocab_size)
+        if peft:
+            name = adapter_weights.peft_base_name(base)
+            adapter_weights.write_peft(unfinished, added, config, vocab_size, name)
+            exported = partial(make_exported, weights, config, vocab_size)
+        else:
+            write_folder(unfinished, weights, scales, config, vocab_size, tokenizer)
+            exported = partial(load_exported, unfinished)
+        card = model_card(source, meta, tokenizer, library="peft" if peft else "transformers")
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        check_logits(exported, source, model_name, weights, scales, vocab_size)
     return source
 
 
+def check_adapters(source: Path, added, fp8: bool, peft: bool) -> None:
+    """Raise ValueError for a format in which a run's adapters, None if it has none, cannot be written."""
+    if peft and fp8:
+        raise ValueError("--peft with --fp8: adapters are not in FP8; leave --fp8 out")
+    if peft and added is None:
+        raise ValueError(f"--peft: {source} has no adapters; leave --peft out")
+    if fp8 and added is not None:
+        raise ValueError(f"--fp8: {source} has adapters, and no scales of the weights with them; leave --fp8 "
+                         "out")
+
+
+def open_base(base: Path, masters: bool, config):
+    """Return the weights of the base of adapters, a checkpoint or a folder of Hugging Face."""
+    if checkpoint.step_of(base) is None:
+        return adapter_weights.FolderWeights(base, rows=config.vocab_size)
+    return RunWeights(base, masters=masters)
+
+
 @torch.no_grad()
-def check_logits(folder: Path, source: Path, model_name: str | None, weights: RunWeights, scales: dict,
+def check_logits(load: Callable, source: Path, model_name: str | None, weights, scales: dict,
                  vocab_size: int) -> None:
-    """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
+    """Raise ValueError unless the exported model has the logits of the run's, on 1,024 random tokens.
 
     float32 (up to 4 billion parameters, 16 GB): tolerance 0.1 % of the largest logit; rounding is at most
     0.014 %, with weights ten times GPT-2's.
-    BF16: tolerance 10 %; rounding is at most 2 %.
+    BF16, in which weights with adapters may be written, too: tolerance 10 %; rounding is at most 2 %.
+
+    load: dtype -> the model of transformers.
     """
     import transformers  # slow to import
 
@@ -173,28 +213,64 @@ def check_logits(folder: Path, source: Path, model_name: str | None, weights: Ru
     dtype = torch.float32 if in_float32 else torch.bfloat16
     tolerance = 1e-3 if in_float32 else 0.1
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
-    model = trained_model.load_run(source, checkpoint.read_meta(source), model_name, device, dtype)
-    for parameter_name, parameter in model.named_parameters():
-        name = optimized_name(parameter_name)
+    meta = checkpoint.read_meta(source)
+    if "lora_base" in meta["model_config"]:
+        meta["model_config"]["lora_base"] = "bf16"  # adapters are added to weights that are not in FP8
+    model = trained_model.load_run(source, meta, model_name, device, dtype)
+    random = torch.Generator().manual_seed(0)
+    length = min(model.config.n_positions, 1024)
+    ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
+    compared = []  # (logits, tolerance)
+    if any(adapters.MARK in name for name, _ in model.named_parameters()):
+        compared.append((logits_of(model, ids, vocab_size), 0.1))
+    write_exported(model, weights, scales)
+    compared.append((logits_of(model, ids, vocab_size), tolerance))
+    del model  # one at a time
+    exported = load(dtype).to(device).eval()
+    theirs = exported(ids).logits
+    for logits, allowed in compared:
+        difference = (logits - theirs).abs().max().item()
+        largest = logits.abs().max().item()
+        if not difference <= allowed * largest:  # NaN, too
+            raise ValueError(f"{source}: its logits and those of {type(exported).__name__} differ by up to "
+                             f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class "
+                             "for an edited model; share the run with its model file")
+
+
+def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
+    """Return a model's logits without padding of the vocabulary."""
+    logits = model(ids)
+    if isinstance(logits, tuple):  # of a model of the user's own
+        logits = logits[0]
+    return logits[..., :vocab_size]
+
+
+def write_exported(model, weights, scales: dict) -> None:
+    """Set the weights of a run's model to those that are written, and its adapters, which they contain, to
+    zero."""
+    for stored_name, parameter in weights_of(model).items():
+        if not isinstance(parameter, torch.nn.Parameter):
+            continue
+        name = optimized_name(stored_name)
+        if adapters.MARK in name:
+            parameter.zero_()
+            continue
         weight = weights[name]  # in the type that was written
         if name in scales:
             weight = fp8_folders.value_of(weight, scales[name])
         parameter.copy_(weight)
-    random = torch.Generator().manual_seed(0)
-    length = min(model.config.n_positions, 1024)
-    ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
-    logits = model(ids)
-    if isinstance(logits, tuple):  # of a model of the user's own
-        logits = logits[0]
-    logits = logits[..., :vocab_size]
-    del model  # one at a time
-    exported = load_exported(folder, dtype).to(device).eval()
-    difference = (logits - exported(ids).logits).abs().max().item()
-    largest = logits.abs().max().item()
-    if not difference <= tolerance * largest:  # NaN, too
-        raise ValueError(f"{source}: its logits and those of {type(exported).__name__} differ by up to "
-                         f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class for "
-                         "an edited model; share the run with its model file")
+
+
+def make_exported(weights, config, vocab_size: int, dtype: torch.dtype):
+    """Return the transformers model of weights that are not in a folder."""
+    import transformers  # slow to import
+
+    hf_config = hf_weights.hf_config(config, vocab_size)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    parameters = dict(model.named_parameters())
+    for name, tensor in hf_weights.to_hf(weights, config, vocab_size):
+        parameters[name].copy_(tensor)
+    return model
 
 
 def load_exported(folder: Path, dtype: torch.dtype):
@@ -285,7 +361,7 @@ def add_fields(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
-def model_card(source: Path, meta: dict, tokenizer) -> str:
+def model_card(source: Path, meta: dict, tokenizer, library: str) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl. It names no folder."""
     config = {}
     for name, value in meta["config"].items():
@@ -300,7 +376,7 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
             rows["validation loss"] = f"{record['val_loss']:.4f} nats a token, after step {record['step']:,}"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
         f"# {source.parent.name}\n\nTrained with nanoTE.\n\n| | |\n| --- | --- |\n{table}\n\n"
         f"Training documents begin with token {tokenizer.start}: put it before a prompt that starts one.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n")
@@ -309,7 +385,13 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
 def main(argv=None) -> None:
     config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
     source = export(config.run, config.folder, dtype=config.dtype, moved_tokenizer=config.tokenizer,
-                    model_name=config.model, fp8=config.fp8, fp8_lm_head=config.fp8_lm_head)
+                    model_name=config.model, fp8=config.fp8, fp8_lm_head=config.fp8_lm_head,
+                    peft=config.peft)
+    if config.peft:
+        base = read_json(config.folder / "adapter_config.json")["base_model_name_or_path"]
+        print(f"{config.folder}: the adapters of {source}; load them with PeftModel.from_pretrained(MODEL, "
+              f"{str(config.folder)!r}), where MODEL is {base}, exported if that is a run")
+        return
     content = "in FP8" if config.fp8 else "with the same logits in transformers"
     package = " (pip install compressed-tensors)" if config.fp8 else ""
     print(f"{config.folder}: {source}, {content}; load it with "

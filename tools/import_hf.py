@@ -22,6 +22,7 @@ if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
 import dataclasses
+import json
 import shlex
 import signal
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,8 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     weights = padded_weights(folder, model_config, hf.vocab_size, rows)
     with new_folder(run, "name another folder", lambda names: check_new(run)) as unfinished:
         checkpoint.save_weights(unfinished, weights, meta)
+        options = json.dumps(meta["config"] | {"command": shlex.join(sys.argv)}, indent=2)
+        (unfinished / "config.json").write_text(options + "\n")  # for --config, as train.py writes it
     return run / "step-0"
 
 

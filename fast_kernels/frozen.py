@@ -1,0 +1,149 @@
+"""Weights that are not trained and stay in FP8 alone: `FrozenWeight`, which `modules.freeze_in_fp8` makes.
+
+Its scale is E4M3's largest value over the weight's own amax. Delayed scaling of a BF16 weight that does not
+change comes to the same scale after its first step, so a GEMM reads the same bytes. No margin is needed: it
+leaves room for values that grow.
+"""
+
+import torch
+
+from fast_kernels import casts
+from fast_kernels.fp8 import KEPT, Float8Tensor, FP8Data, Quantization
+
+DTYPE = torch.float8_e4m3fn  # of weights in every recipe
+
+
+class FrozenWeight(Float8Tensor):
+    """A weight (out, in) in FP8. To operations other than the GEMMs here it is a tensor of its `dtype`, which
+    they dequantize. `copy_` quantizes new values. columnwise None: each backward pass makes the transpose."""
+
+    is_frozen_in_fp8 = True
+
+    @staticmethod
+    def __new__(cls, data, scale, dtype):
+        return Float8Tensor.__new__(cls, *data, dtype)
+
+    def __init__(self, data: FP8Data, scale, dtype):
+        super().__init__(*data, dtype)
+        self.scale = scale  # (1,) float32, of which data.scale_inv is the reciprocal
+
+    def fp8_data(self):
+        return FP8Data(self.rowwise, self.columnwise, self.scale_inv)
+
+    @torch.no_grad()
+    def copy_(self, values, non_blocking=False, *, scale=None):
+        """Quantize values (out, in). scale: (1,), that of a weight whose `dequantize()` they are, which gives
+        its bytes again. None: the scale of their amax."""
+        values = values.to(self.device, self.dtype)
+        self.scale.copy_(scale_of(values) if scale is None else scale)
+        quantize(values, self.scale, self.fp8_data())
+        return self
+
+    @property
+    def requires_grad(self):
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value):
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad=True):
+        if requires_grad:
+            raise ValueError(f"requires_grad_: a weight {tuple(self.shape)} is frozen in FP8, without the "
+                             "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
+        return self
+
+    def map(self, function):
+        """Return the weight after a function of `nn.Module._apply`, which may move it to another device or
+        change its dtype. Its tensors are shown as integers, whose dtype such a function leaves alone."""
+        def of_integers(tensor, integer):
+            return None if tensor is None else function(tensor.view(integer)).view(tensor.dtype)
+
+        rowwise = of_integers(self.rowwise, torch.uint8)
+        columnwise = of_integers(self.columnwise, torch.uint8)
+        scale_inv = of_integers(self.scale_inv, torch.int32)
+        scale = of_integers(self.scale, torch.int32)
+        dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        return as_parameter(FP8Data(rowwise, columnwise, scale_inv), scale, dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in KEPT:
+            weight, = args
+            return cls(weight.fp8_data(), weight.scale, weight.dtype)
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
+            return args[0].copy_(args[1])
+        if function._schema.is_mutable and isinstance(args[0], cls):
+            raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    # for torch.compile, copy.deepcopy and pickle
+
+    def __tensor_flatten__(self):
+        names = ["rowwise", "scale_inv", "scale"]
+        if self.columnwise is not None:
+            names.append("columnwise")
+        return names, self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, dtype, size, stride):
+        data = FP8Data(tensors["rowwise"], tensors.get("columnwise"), tensors["scale_inv"])
+        return FrozenWeight(data, tensors["scale"], dtype)
+
+    def __deepcopy__(self, memo):
+        copied = self.map(torch.clone)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):  # as integers: PyTorch 2.11 does not unpickle FP8
+        columnwise = None if self.columnwise is None else self.columnwise.view(torch.uint8)
+        rowwise = self.rowwise.view(torch.uint8)
+        return _unpickle, (rowwise, columnwise, self.scale_inv, self.scale, self.dtype)
+
+
+def as_parameter(data, scale, dtype):
+    """Return a FrozenWeight as a parameter of a module."""
+    return torch.nn.Parameter(FrozenWeight(data, scale, dtype), requires_grad=False)
+
+
+def _unpickle(rowwise, columnwise, scale_inv, scale, dtype):
+    if columnwise is not None:
+        columnwise = columnwise.view(DTYPE)
+    return as_parameter(FP8Data(rowwise.view(DTYPE), columnwise, scale_inv), scale, dtype)
+
+
+@torch.no_grad()
+def freeze(weight, keeps_transpose):
+    """Return a weight (out, in) as a frozen parameter. keeps_transpose: see `modules.freeze_in_fp8`."""
+    rows, columns = weight.shape
+    rowwise = torch.empty((rows, columns), dtype=DTYPE, device=weight.device)
+    columnwise = torch.empty((columns, rows), dtype=DTYPE, device=weight.device) if keeps_transpose else None
+    scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
+    scale = torch.empty_like(scale_inv)
+    frozen = as_parameter(FP8Data(rowwise, columnwise, scale_inv), scale, weight.dtype)
+    frozen.copy_(weight.detach())
+    return frozen
+
+
+def scale_of(weight):
+    """Return the scale of a weight, (1,) float32. An amax of 0, infinity or NaN gives 1."""
+    lowest, highest = torch.aminmax(weight)
+    amax = torch.maximum(-lowest, highest).float().view(1)
+    # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
+    scale = torch.full_like(amax, torch.finfo(DTYPE).max) / amax
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def quantize(weight, scale, out: FP8Data):
+    """Quantize a weight (out, in) to `out`, whose columnwise may be None."""
+    quantization = Quantization(scale, torch.zeros_like(scale), DTYPE)
+    if weight.is_cuda:
+        if out.columnwise is None:  # the kernel writes both
+            rows, columns = weight.shape
+            out = out._replace(columnwise=torch.empty_like(out.rowwise).view(columns, rows))
+        casts.cast(weight.to(torch.bfloat16), quantization, out=out)
+        return
+    for written, tensor in zip(out, casts.quantize_reference(weight, quantization)):
+        if written is not None:
+            written.copy_(tensor)

@@ -1,0 +1,240 @@
+"""Runs of the edit `lora`: checkpoints with adapters alone, which name their base, and exports of them."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sample
+import train
+from hf_folders import make_model, make_tokenizer
+from nanote import checkpoint, trained_model
+from nanote.tokens import write_tokens
+from tools import export_hf, import_hf
+from trainer_tools import ROOT, losses, metrics, run_script, run_train, sign
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 --device cpu"
+STEPS = "--lr 1e-2 --warmup-steps 0 --max-steps 4 --eval-tokens 64 --log-interval 1 --checkpoint-interval 2"
+LLAMA = "--use-rmsnorm --use-rotary --activation swiglu --no-bias --n-kv-head 1"
+LORA = "--model my_model.py:OptimizedGPT2Model"
+NAME = "my_model.py:OptimizedGPT2Model"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokens):
+    """A folder with my_model.py, the runs `base` and `lora` of it."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copy(ROOT / "model_te_optimized.py", folder / "my_model.py")
+    diff = ROOT / "examples/edits/optimized/lora.diff"
+    subprocess.run(["git", "apply", diff], cwd=folder, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_train(f"{SHAPE} {STEPS} --dtype bfloat16 --out-dir base", tokens) == 0
+        assert run_train(f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --init-from base --set lora_alpha=8 "
+                         "--set lora_base=fp8 --dropout 0.1 --out-dir lora", tokens) == 0
+    return folder
+
+
+@pytest.fixture
+def here(runs, tmp_path):
+    """Copies of the runs in the current folder."""
+    for path in runs.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name)
+        else:
+            shutil.copy(path, tmp_path)
+
+
+def stored(folder, prefix=""):
+    return checkpoint.read_tensors(folder, (prefix,))
+
+
+def test_a_checkpoint_has_adapters_and_names_the_base(runs):
+    names = stored(runs / "lora/step-4")
+    parameters = {name.split(".", 1)[1] for name in names if name.startswith("model.")}
+    assert len(parameters) == 2 * 4 * 2 and all(".lora_" in name for name in parameters)
+    with_state = {name.rpartition(".")[0] for name in names if name.startswith("optimizer.")}
+    assert with_state == {f"optimizer.{name}" for name in parameters}
+    assert not any(name.startswith("frozen.") for name in names)
+    base = checkpoint.read_meta(runs / "lora/step-4")["base"]
+    assert base["folder"] == str(runs / "base/step-4") and len(base["sha256"]) == 64
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_resumes_exactly_and_is_evaluated(runs, tokens, capsys):
+    """Its base is found beside it, where both were moved."""
+    shutil.move(runs / "base", runs / "elsewhere")
+    try:
+        shutil.rmtree("lora/step-4")
+        expected = metrics(runs / "lora")
+        assert run_train(f"--resume --out-dir lora {LORA}", tokens) == 0
+        assert metrics("lora") == expected
+        for name, tensor in stored("lora/step-4").items():
+            assert torch.equal(tensor.view(-1).view(torch.uint8),
+                               stored(runs / "lora/step-4")[name].view(-1).view(torch.uint8)), name
+        capsys.readouterr()
+        assert run_train(f"--eval-only --out-dir lora {LORA}", tokens) == 0
+        assert f"{losses('lora', 'val_loss')[-1]:.4f}" in capsys.readouterr().out
+        assert run_script("sample.py", ["lora", *LORA.split(), "--max-new-tokens", "4"]) == 0
+    finally:
+        shutil.move(runs / "elsewhere", runs / "base")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_goes_on_from_the_adapters_of_another(tokens):
+    options = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --set lora_alpha=8"
+    assert run_train(f"{options} --init-from lora --lr 1e-30 --max-steps 1 --out-dir next", tokens) == 0
+    for name, tensor in stored("lora/step-4", "model.").items():
+        assert torch.equal(stored("next/step-1")[name], tensor), name
+    found, expected = (checkpoint.read_meta(folder)["base"] for folder in ("next/step-1", "lora/step-4"))
+    assert found["sha256"] == expected["sha256"] and Path(found["folder"]).name == "step-4"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("change, message", [
+    ("missing", "has adapters of {base}, which is missing; put that folder there"),
+    ("other", "has adapters of other weights than those in {base}; restore the ones")])
+def test_a_wrong_base_is_one_line(change, message, tokens, refused):
+    """For train.py, with --resume and --eval-only, and sample.py."""
+    meta = json.loads(Path("lora/step-4/meta.json").read_text())
+    base = str(Path("base/step-4").resolve())
+    meta["base"]["folder"] = base
+    Path("lora/step-4/meta.json").write_text(json.dumps(meta))
+    sign("lora/step-4")
+    if change == "missing":
+        shutil.rmtree("base")
+    else:
+        assert run_train(f"{SHAPE} {STEPS} --dtype bfloat16 --seed 2 --out-dir new", tokens) == 0
+        shutil.rmtree("base/step-4")
+        shutil.copytree("new/step-4", "base/step-4")
+    for action in ("--resume --max-steps 8", "--eval-only"):
+        line = refused(train.run, f"{action} --out-dir lora {LORA} --data {tokens}", "train.py")
+        assert message.format(base=base) in line
+    assert message.format(base=base) in refused(sample.main, f"lora {LORA}", "sample.py")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("options, message", [
+    ("--resume --set lora_rank=32 --max-steps 8 --out-dir lora", "the checkpoint has 16"),
+    ("--init-from lora --set lora_rank=32 --out-dir new", "(16, 32) there and (32, 32) in the model")])
+def test_another_rank_is_one_line(options, message, tokens, refused):
+    shape = "" if "resume" in options else f"{SHAPE} {STEPS} --dtype bfloat16"
+    assert message in refused(train.run, f"{shape} {LORA} {options} --data {tokens}", "train.py")
+
+
+# ---------------------------------------------------------------- exports
+
+@pytest.fixture(scope="module")
+def llama(runs, tokens):
+    """The folder of runs, with `llama` and `lora-llama` in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(runs)
+        assert run_train(f"{SHAPE} {STEPS} {LLAMA} --out-dir llama", tokens) == 0
+        assert run_train(f"{SHAPE} {STEPS} {LLAMA} {LORA} --init-from llama --set lora_rank=32 "
+                         "--out-dir lora-llama", tokens) == 0
+    return runs
+
+
+def logits_of_run(run):
+    """Return the logits of a run in float32, and the tokens."""
+    folder = checkpoint.find(run)
+    meta = checkpoint.read_meta(folder)
+    meta["model_config"]["lora_base"] = "bf16"
+    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return trained_model.load_run(folder, meta, NAME)(ids), ids
+
+
+def without_adapters(folder):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def add_adapters(model, folder):
+    """Add the adapters of a PEFT folder to a model of transformers, as PEFT documents its format."""
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    tensors = load_file(Path(folder, "adapter_model.safetensors"))
+    modules = {name.rsplit(".", 2)[0] for name in tensors}
+    assert {name.rpartition(".")[2] for name in modules} == set(config["target_modules"])
+    for name in modules:
+        module = model.get_submodule(name.removeprefix("base_model.model."))
+        a, b = (tensors[f"{name}.lora_{letter}.weight"].float() for letter in "AB")
+        assert len(a) == config["r"]
+        update = config["lora_alpha"] / config["r"] * b @ a
+        module.weight.data += update.T if config["fan_in_fan_out"] else update
+
+
+@pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
+def test_adapters_are_exported_merged_and_alone(run, base, llama, monkeypatch, tmp_path):
+    monkeypatch.chdir(llama)
+    logits, ids = logits_of_run(run)
+    # the weights of `base` are BF16, and so are the merged ones
+    tolerance = 0.02 if base == "base" else 1e-5
+    export_hf.export(run, tmp_path / "merged", model_name=NAME)
+    merged = without_adapters(tmp_path / "merged")(ids).logits
+    assert (merged - logits).norm() < tolerance * logits.norm()
+    export_hf.export(base, tmp_path / "base")
+    export_hf.export(run, tmp_path / "peft", model_name=NAME, peft=True)
+    model = without_adapters(tmp_path / "base")
+    assert (model(ids).logits - logits).norm() > 0.05 * logits.norm()
+    add_adapters(model, tmp_path / "peft")
+    assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
+
+
+@pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
+def test_peft_reads_exported_adapters(run, base, llama, monkeypatch, tmp_path):
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(llama)
+    logits, ids = logits_of_run(run)
+    export_hf.export(base, tmp_path / "base")
+    export_hf.export(run, tmp_path / "peft", model_name=NAME, peft=True)
+    model = peft.PeftModel.from_pretrained(without_adapters(tmp_path / "base"), tmp_path / "peft")
+    assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("options, message", [
+    ("base hf --peft", "base/step-4 has no adapters; leave --peft out"),
+    ("lora hf --peft --fp8", "--peft with --fp8: adapters are not in FP8; leave --fp8 out"),
+    ("lora hf --fp8", "lora/step-4 has adapters, and no scales of the weights with them; leave --fp8 out")])
+def test_an_export_that_is_refused_is_one_line(options, message, refused):
+    assert message in refused(export_hf.main, options, "tools/export_hf.py")
+
+
+QWEN3 = ("--n-layer 2 --n-embd 64 --n-head 4 --n-kv-head 2 --head-dim 16 --n-inner 96 --no-tie-embeddings "
+         "--vocab-size 288 --no-bias --use-rotary --use-rmsnorm --use-qk-norm --activation swiglu "
+         "--layernorm-epsilon 1e-6")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_folder_of_hugging_face_is_a_base(refused):
+    """Also one that was imported: PEFT then finds the folder."""
+    pytest.importorskip("transformers")
+    make_model("hf")
+    make_tokenizer("hf")
+    documents = [f"the cat sat on mat {number}, no dog too. " for number in range(99)]
+    write_tokens(documents, "data", tokenizer="hf:hf", val_fraction=0.3)
+    options = f"{SHAPE} {QWEN3} {STEPS} {LORA} --set lora_base=fp8_twice"
+    assert run_train(f"{options} --init-from hf --out-dir run", "data") == 0
+    shutil.copytree("run", "resumed", ignore=shutil.ignore_patterns("step-4"))
+    assert run_train(f"--resume --out-dir resumed {LORA}", "data") == 0
+    assert metrics("resumed") == metrics("run")
+    assert Path(checkpoint.read_meta("run/step-4")["base"]["folder"]) == Path("hf").resolve()
+    logits, ids = logits_of_run("run")
+    export_hf.export("run", "peft", model_name=NAME, peft=True)
+    model = without_adapters("hf")
+    add_adapters(model, "peft")
+    assert (model(ids).logits[..., :284] - logits[..., :284]).norm() < 1e-5 * logits.norm()
+    assert json.loads(Path("peft/adapter_config.json").read_text())["base_model_name_or_path"].endswith("/hf")
+    import_hf.import_folder("hf", "imported")
+    options = f"--config imported/config.json {SHAPE} {STEPS} {LORA} --set lora_base=fp8_twice --n-embd 64"
+    assert run_train(f"{options} --n-head 4 --init-from imported --out-dir again", "data") == 0
+    assert losses("again") == losses("run")
+    make_model("hf")
+    line = refused(train.run, f"--resume --max-steps 8 --out-dir run {LORA}", "train.py")
+    assert "has adapters of other weights than those in" in line
