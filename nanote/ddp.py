@@ -43,8 +43,7 @@ def distribute(model, kind: str, grad_accum: int):
     grad_accum: the number of micro-batches a step. `parallel.shard` sums the gradients of several in float32.
     """
     if dist.is_initialized():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)
+        parallel.broadcast_weights(model)
         if kind != "ddp":
             parallel.shard(model, kind, grad_accum)
     return model

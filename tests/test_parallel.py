@@ -148,6 +148,45 @@ def test_shards_sum_micro_batches_in_float32(in_tmp_path):
     assert [output.split()[-1] for output in run_ranks(SUMS, [str(ROOT)])] == ["1.0078125", "1.0078125"]
 
 
+BUILT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch.distributed.tensor import DTensor
+import train
+from nanote import models, parallel, recipes
+from nanote.config import TrainConfig
+
+ranks, device = parallel.start(), torch.device("cpu")
+config = TrainConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=64, n_positions=64, seq_len=64,
+                     parallel=sys.argv[2], device="cpu")
+torch.manual_seed(0)
+whole = models.make_model(config, device, torch.float32, recipes.make(config)).state_dict()
+were_sharded = []
+
+
+def look(parent, name, module):
+    if isinstance(parent, torch.nn.ModuleList):
+        were_sharded.extend(isinstance(weight, DTensor) for block in parent for weight in block.parameters())
+
+
+torch.nn.modules.module.register_module_module_registration_hook(look)
+torch.manual_seed(ranks.rank)  # all ranks get the weights of rank 0
+model = train.build_model(config, device)
+weights = {name: weight.full_tensor() for name, weight in model.named_parameters()}
+is_same = all([torch.equal(weight, whole[name]) for name, weight in weights.items()])
+print("found", len(were_sharded) > 0 and all(were_sharded), is_same, flush=True)
+parallel.end_process(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_a_block_is_sharded_before_the_next_one_is_built(in_tmp_path, kind):
+    """The weights are those of a model that is built whole."""
+    for output in run_ranks(BUILT, [str(ROOT), kind]):
+        assert output.split()[-3:] == ["found", "True", "True"]
+
+
 # ---------------------------------------------------------------- a sharded optimizer
 
 # Two processes shard the optimizer by memory that both have, as GPUs do by peer access; or cannot, for two
