@@ -11,6 +11,7 @@ References: docs.pytorch.org/docs/stable/elastic/run.html and distributed.fsdp.f
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 import warnings
@@ -139,6 +140,9 @@ def shard(model, kind: str, grad_accum: int) -> None:
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         if not isinstance(module, FSDPModule):
             shard_module(module, mesh, grad_accum)
+    if "fast_kernels.modules" in sys.modules:  # perhaps this model has its modules
+        from nanote.fp8_gather import gather_in_fp8
+        gather_in_fp8(model)
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
 
 
