@@ -61,7 +61,9 @@ def shards_of(part, is_gathered_twice: bool) -> list:
     for module in part.modules():
         if isinstance(module, Module):
             for gemm in range(len(module.weight_names)):
-                if is_even(module.weight_of(gemm)):
+                weight = module.weight_of(gemm)
+                # of another dtype, the module says what is wrong
+                if weight.dtype == torch.bfloat16 and is_even(weight):
                     shards.append(Shard(module, gemm, is_gathered_twice))
     return shards
 
