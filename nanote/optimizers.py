@@ -119,7 +119,7 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    trained_by_muon = set(matrices)
+    trained_by_muon = {parallel.local_part(matrix) for matrix in matrices}
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
@@ -144,12 +144,10 @@ def make_optimizer(model, config) -> Optimizer:
 
 
 def matrices_of_blocks(model) -> list:
-    """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
+    """Return the model's parameters that Muon trains, with the fused QKV weight as one matrix."""
     blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
     matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
-    if parallel.mesh_of(model) is not None:
-        raise ValueError("--optimizer muon: needs whole matrices, and these are sharded; pass --parallel ddp")
     return matrices
