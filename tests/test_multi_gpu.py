@@ -19,8 +19,10 @@ ONE, HALF, QUARTER = (f"--micro-batch-size {size}" for size in (16, 8, 4))
 BF16 = "--fp8-recipe none"
 BIASES = f"{BF16} --bias --no-use-rmsnorm --no-use-rotary"  # biases that FSDP2 frees
 UNTIED = f"{BIASES} --no-tie-embeddings"
+MUON = "--optimizer muon"
 ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2",
-          "one-biases": f"{ONE} {BIASES}", "halves-biases": f"{HALF} --grad-accum 2 {BIASES}"},
+          "one-biases": f"{ONE} {BIASES}", "halves-biases": f"{HALF} --grad-accum 2 {BIASES}",
+          "one-muon": f"{ONE} {MUON}", "halves-muon": f"{HALF} --grad-accum 2 {MUON}"},
          {"one-bf16": f"{ONE} {BF16}", "halves-bf16": f"{HALF} --grad-accum 2 {BF16}",
           "one-untied": f"{ONE} {UNTIED}", "halves-untied": f"{HALF} --grad-accum 2 {UNTIED}"}]
 TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
@@ -28,6 +30,7 @@ TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "fsdp": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp",
     "fsdp-biases": f"{HALF} --parallel fsdp {BIASES}", "fsdp-untied": f"{HALF} --parallel fsdp {UNTIED}",
+    "fsdp-muon": f"{HALF} --parallel fsdp {MUON}",
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
@@ -187,7 +190,7 @@ def distance(run, other):
 def test_two_gpus_train_as_one(printed, run):
     """The tolerance is what rounding alone changes: one GPU with each step's samples in two halves."""
     kind = run.rpartition("-")[2]
-    kind = f"-{kind}" if kind in ("bf16", "biases", "untied") else ""
+    kind = f"-{kind}" if kind in ("bf16", "biases", "untied", "muon") else ""
     one, halves = f"one{kind}", f"halves{kind}"
     losses = [record["loss"] for record in metrics(run)]
     assert losses[-1] < 0.7 * losses[0] and losses[0] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)
