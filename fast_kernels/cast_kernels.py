@@ -104,7 +104,8 @@ def abs_max(a, b, c, d):
 def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask):
     """Quantize a tile of the (N, D) output and store it, rowwise and transposed.
 
-    a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
+    a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on.
+    columnwise_ptr None: store no transposed data."""
     i, j = tl.arange(0, a.shape[0]), tl.arange(0, a.shape[1])
     fp8_dtype: tl.constexpr = rowwise_ptr.dtype.element_ty
     a, b, c, d = a * scale, b * scale, c * scale, d * scale
@@ -115,9 +116,10 @@ def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_c
     tl.store(out + 2 * D, c.to(fp8_dtype), mask=mask)
     tl.store(out + 3 * D, d.to(fp8_dtype), mask=mask)
     # transposed: four rows of a column are 32 adjacent bits
-    corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
-    packed = _pack_fp8(a, b, c, d, fp8_dtype)
-    tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
+    if columnwise_ptr is not None:
+        corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
+        packed = _pack_fp8(a, b, c, d, fp8_dtype)
+        tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -410,8 +412,8 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, dx
 
 
 @triton.jit
-def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, ROWS: tl.constexpr,
-                     COLUMNS: tl.constexpr):
+def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, TRANSPOSES: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS) of one tensor.
 
     tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses
@@ -421,7 +423,10 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8_DTYPE: tl.constexpr, ROWS: tl.con
     # a row of the table. multiple_of: addresses and sizes are, so the compiler may load 16 bytes at once
     x_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
     rowwise_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8_DTYPE)), 16)
-    columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8_DTYPE)), 16)
+    if TRANSPOSES:
+        columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8_DTYPE)), 16)
+    else:
+        columnwise_ptr = None
     N = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16)
     D = tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
     first_row, first_column = tile_corner(tile, D, ROWS, COLUMNS)

@@ -406,17 +406,21 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
     "Tensor(d!)[] amax) -> ()")
 def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
-    """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16."""
+    """Quantize many tensors in one launch. Arguments are lists; x (N, D) BF16, N and D multiples of 16.
+    columnwise []: write no transposed data."""
     if is_fake(x[0]):
         return
+    transposes = len(columnwise) > 0
+    written = columnwise if transposes else rowwise  # the table has an address, which is not read
     key = tuple(
         (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
-        for tensors in zip(x, rowwise, columnwise, scale_inv, scale, amax))
+        for tensors in zip(x, rowwise, written, scale_inv, scale, amax))
 
     def make():
         rows, tiles = [], []  # as `_cast_all_kernel` reads them
         for number, own_x in enumerate(x):
-            out = rowwise[number], columnwise[number], scale_inv[number]
+            own_columnwise = columnwise[number] if transposes else None
+            out = rowwise[number], own_columnwise, scale_inv[number]
             check_input("fast_kernels.casts.cast_all: x", own_x)
             check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
@@ -427,7 +431,9 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
     table, tiles = device_tables(x[0].device, key, make)
-    launch(kernels._cast_all_kernel, (len(tiles),), table, tiles, TRITON_TYPES[rowwise[0].dtype], **TILE)
+    launch(
+        kernels._cast_all_kernel, (len(tiles),),
+        table, tiles, TRITON_TYPES[rowwise[0].dtype], TRANSPOSES=transposes, **TILE)
 
 
 # ---------------------------------------------------------------- parts of the above

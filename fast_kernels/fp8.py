@@ -61,6 +61,10 @@ class Float8Tensor(torch.Tensor):
     def __init__(self, rowwise, columnwise, scale_inv, dtype=torch.bfloat16):
         self.rowwise, self.columnwise, self.scale_inv = rowwise, columnwise, scale_inv
 
+    def alias(self):
+        """Return the same tensor, outside autograd's graph."""
+        return Float8Tensor(self.rowwise, self.columnwise, self.scale_inv, self.dtype)
+
     def dequantize(self):
         """Return the values in this tensor's dtype."""
         return (self.rowwise.float() * self.scale_inv).to(self.dtype)
@@ -72,7 +76,7 @@ class Float8Tensor(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function in KEPT:
             tensor, = args
-            return cls(tensor.rowwise, tensor.columnwise, tensor.scale_inv, tensor.dtype)
+            return tensor.alias()
         if function._schema.is_mutable and isinstance(args[0], cls):
             raise RuntimeError(f"{function}: an FP8 gradient is read-only; do not change it in place")
         args, kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))

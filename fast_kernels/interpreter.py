@@ -157,6 +157,7 @@ def _cast(x, quantization, with_dbias=False, out=None):
     return quantized, dbias
 
 
-def _cast_all(*tensors):
-    for x, *out, scale, amax in zip(*tensors):
-        _cast(x, Quantization(scale, amax, out[0].dtype), out=out)
+def _cast_all(x, rowwise, columnwise, *others):
+    columnwise = columnwise or [torch.empty_like(data.T) for data in rowwise]
+    for own_x, *out, scale, amax in zip(x, rowwise, columnwise, *others):
+        _cast(own_x, Quantization(scale, amax, out[0].dtype), out=out)

@@ -123,14 +123,14 @@ def _device_index(name, args):
     index = None
     for x in args:
         if isinstance(x, list):
-            x = x[0]  # it stands for all: the function checks the others
+            x = x[0] if x else None  # the first stands for all: the function checks the others
         if not isinstance(x, torch.Tensor):
             continue
         if index is None:
             index = x.get_device()
         elif x.get_device() != index:
-            tensors = [y[0] if isinstance(y, list) else y for y in args
-                       if isinstance(y, (torch.Tensor, list))]
+            lists = [y if isinstance(y, list) else [y] for y in args]
+            tensors = [y[0] for y in lists if y and isinstance(y[0], torch.Tensor)]
             devices = ", ".join(sorted({str(y.device) for y in tensors}))
             raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
     return index

@@ -29,7 +29,7 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
-from fast_kernels.fp8 import Quantization, gradient_dtype
+from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization, gradient_dtype
 from fast_kernels.frozen import FrozenWeight, freeze
 from fast_kernels.fused import LinearPass, Stream
 from fast_kernels.library import unsupported_reason
@@ -374,7 +374,7 @@ class Module(CheckedOptions, nn.Module):
         inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
-        weight = getattr(self, self.weight_names[gemm])
+        weight = self.weight_of(gemm)
         bias = getattr(self, self.bias_names[gemm])
         regions = _open.regions
         enabled = len(regions) > 0 and regions[-1].enabled
@@ -499,15 +499,26 @@ class Module(CheckedOptions, nn.Module):
 
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
-        name = self.weight_names[gemm]
-        weight = getattr(self, name)
+        weight = self.weight_of(gemm)
+        if isinstance(weight, Float8Tensor):  # it is quantized already
+            return FP8Data(weight.rowwise, weight.columnwise, weight.scale_inv)
         if isinstance(weight, FrozenWeight):
             return weight.fp8_data()
+        name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
         out = self.workspace(gemm) if is_first_microbatch else None
         quantized, _ = casts.cast(weight.detach(), quantization, out=out)
         return quantized
+
+    def weight_of(self, gemm):
+        """Return the weight of a GEMM."""
+        return getattr(self, self.weight_names[gemm])
+
+    def weight_quantization(self, gemm, recipe) -> Quantization:
+        """Return how a GEMM's weight is quantized in a pass with `recipe`."""
+        self.init_fp8_meta_tensors(recipe)
+        return self._gemm_quantizations(gemm).weight
 
     def weights_to_quantize(self, recipe) -> list:
         """Return (weight, rowwise, columnwise, scale_inv, scale, amax) of each weight that is not frozen."""

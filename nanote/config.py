@@ -206,7 +206,6 @@ REFUSED_WITH_FAST_MODEL = (
 # models.fast_unsupported_reason. What else a model lacks has no row: models.lacked_options finds it.
 REFUSED = (
     Refusal({"parallel": SHARDED, "compile": ANY_VALUE_BUT_OFF}, "not tested with sharded weights"),
-    Refusal({"parallel": SHARDED, "optimizer": ("muon",)}, "Muon needs whole matrices"),
     Refusal({"fp8_recipe": ("none",), "fp8_health_interval": ANY_VALUE_BUT_OFF}, "there is no FP8"),
     Refusal({"compile": ANY_VALUE_BUT_OFF, "fp8_health_interval": ANY_VALUE_BUT_OFF},
             "compiled code runs no hooks"),

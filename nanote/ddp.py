@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nanote import parallel
 from nanote.engine import is_frozen_in_fp8
@@ -46,7 +47,8 @@ def distribute(model, kind: str, grad_accum: int):
     """
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(tensor)
+            if not isinstance(tensor, DTensor):  # blocks are sharded as they are built
+                broadcast(tensor)
         if kind != "ddp":
             if any(is_frozen_in_fp8(parameter) for parameter in model.parameters()):
                 raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "

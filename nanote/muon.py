@@ -1,34 +1,185 @@
-"""--optimizer muon: torch.optim.Muon for the matrices of the blocks, on float32 masters."""
+"""--optimizer muon: Muon for the matrices of the blocks, on float32 masters.
+
+Muon's update of a matrix is its momentum, orthogonalized in BF16. The numbers are those of torch.optim.Muon
+with `adjust_lr_fn="match_rms_adamw"`, which needs whole matrices. --parallel fsdp and hsdp shard a matrix by
+rows, and momentum and master like it. Then each matrix has one rank that orthogonalizes it, its owner:
+
+    momentum        each rank updates its shards, and rounds them to BF16
+    gather          the owner receives the shards of all ranks: 2 bytes a parameter
+    orthogonalize   the owner computes the update, as one process does with the whole matrix
+    scatter         each rank receives its shard of the update, in BF16: 2 bytes a parameter
+
+Matrices are dealt out in rounds, the largest first, so that the ranks of a round have equal work. While a
+rank orthogonalizes its matrix of one round, the next round is gathered.
+
+References: kellerjordan.github.io/posts/muon; the learning rate of AdamW, arXiv:2502.16982, section 2.2;
+owners in rounds, the Muon of github.com/microsoft/dion.
+"""
+import math
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nanote import parallel
+
+MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 masters, scaled for AdamW's learning rate (arXiv:2502.16982, 2.2)."""
+    """Muon for matrices, which may be sharded. The state of a parameter has its momentum and, unless the
+    parameter is float32, its float32 master: of this rank's part only."""
 
     def __init__(self, params, *, lr: float, weight_decay: float):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        self.masters = {}  # {parameter: its float32 master, or itself if it is float32}
-        for parameter in self.param_groups[0]["params"]:
-            is_float32 = parameter.dtype == torch.float32
-            self.masters[parameter] = parameter if is_float32 else parameter.detach().float()
-        self.inner = torch.optim.Muon(self.masters.values(), adjust_lr_fn="match_rms_adamw")
-        for parameter, master in self.masters.items():
-            momentum = torch.zeros_like(master)
-            self.inner.state[master] = {"momentum_buffer": momentum}
-            self.state[parameter] = {"momentum_buffer": momentum}
-            if master is not parameter:
-                self.state[parameter]["master_param"] = master
+        params = list(params)
+        parts = [parallel.local_part(parameter) for parameter in params]
+        super().__init__(parts, dict(lr=lr, weight_decay=weight_decay))
+        self.shapes = {part: parameter.shape for part, parameter in zip(parts, params)}  # of whole matrices
+        self.group = None  # the ranks that have a shard each
+        if isinstance(params[0], DTensor):
+            self.group = params[0].device_mesh.get_group("shard")
+        for part in parts:
+            self.state[part]["momentum_buffer"] = torch.zeros_like(part, dtype=torch.float32)
+            if part.dtype != torch.float32:
+                self.state[part]["master_param"] = part.detach().float()
 
     @torch.no_grad()
     def step(self):
-        inner_group = self.inner.param_groups[0]
-        inner_group["lr"] = self.param_groups[0]["lr"]
-        inner_group["weight_decay"] = self.param_groups[0]["weight_decay"]
-        for parameter, master in self.masters.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.inner.step()
-        for parameter, master in self.masters.items():
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        parts = [part for part in self.param_groups[0]["params"] if part.grad is not None]
+        if self.group is not None:
+            self._update_shards(parts)
+            return
+        for part in parts:
+            self._update(part, orthogonalize(self._next_momentum(part)))
+
+    def _update_shards(self, parts) -> None:
+        """Update this rank's parts of sharded matrices. While this rank orthogonalizes its matrix of a round,
+        the next round is gathered and the last one scattered. Collective."""
+        rounds = make_rounds(parts, self.shapes, self.group)
+        gathering = self._gather(rounds[0]) if rounds else None
+        scattering = None
+        for number, current in enumerate(rounds):
+            momentum = current.matrix_of(gathering)
+            if number + 1 < len(rounds):
+                gathering = self._gather(rounds[number + 1])
+            update = orthogonalize(momentum)
+            if scattering is not None:
+                self._update_round(rounds[number - 1], scattering)
+            scattering = current.scatter(update)
+        if scattering is not None:
+            self._update_round(rounds[-1], scattering)
+
+    def _gather(self, matrices: "Round") -> "Exchange":
+        return matrices.gather([self._next_momentum(part) for part in matrices.parts])
+
+    def _update_round(self, matrices: "Round", scattering: "Exchange") -> None:
+        for part, update in zip(matrices.parts, matrices.shards_of(scattering)):
+            self._update(part, update)
+
+    def _next_momentum(self, part) -> torch.Tensor:
+        """Add the gradient to the momentum. Return Nesterov's momentum in BF16."""
+        gradient = part.grad.float()
+        momentum = self.state[part]["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+    def _update(self, part, update) -> None:
+        """Decay a parameter, and subtract the update times the learning rate."""
+        group = self.param_groups[0]
+        scale = 0.2 * math.sqrt(max(self.shapes[part]))  # to the RMS of AdamW's update
+        master = self.state[part].get("master_param", part)
+        master.mul_(1 - group["lr"] * group["weight_decay"])
+        master.add_(update, alpha=-group["lr"] * scale)
+        if master is not part:
+            part.copy_(master)
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Return U S' V^T of a BF16 matrix U S V^T, with S' between about 0.5 and 1.5: five Newton-Schulz
+    iterations, as torch.optim.Muon makes them."""
+    rows, columns = matrix.shape
+    x = matrix.T if rows > columns else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    return x.T if rows > columns else x
+
+
+# ---------------------------------------------------------------- sharded matrices
+
+def make_rounds(parts, shapes: dict, group) -> list["Round"]:
+    """Deal matrices out to the ranks of a group, in order of their size: one to each rank a round.
+
+    parts: this rank's parts of the matrices. shapes: {part: shape of the whole matrix}.
+    """
+    world_size = dist.get_world_size(group)
+    largest_first = sorted(parts, key=lambda part: shapes[part].numel(), reverse=True)
+    rounds = []
+    for start in range(0, len(parts), world_size):
+        of_round = largest_first[start:start + world_size]
+        rounds.append(Round(of_round, [shapes[part] for part in of_round], group))
+    return rounds
+
+
+@dataclass
+class Exchange:
+    """An all-to-all of BF16 elements that has started."""
+
+    received: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """Return what this rank has received."""
+        self.work.wait()
+        return self.received
+
+
+class Round:
+    """Matrices of which each rank orthogonalizes one, if there are enough: rank i owns the i-th."""
+
+    def __init__(self, parts: list, shapes: list[torch.Size], group):
+        """parts: this rank's parts of the matrices. shapes: those of the whole matrices."""
+        rank = dist.get_rank(group)
+        world_size = dist.get_world_size(group)
+        self.parts = parts
+        self.group = group
+        self.own_shape = shapes[rank] if rank < len(shapes) else torch.Size([0, 0])
+        rows, columns = self.own_shape
+        # elements of this rank's matrix that each rank has
+        self.own_sizes = [shard_rows(rows, other, world_size) * columns for other in range(world_size)]
+        # elements of each rank's matrix that this rank has
+        without_matrix = world_size - len(parts)
+        self.part_sizes = [part.numel() for part in parts] + [0] * without_matrix
+
+    def gather(self, shards: list[torch.Tensor]) -> Exchange:
+        """Send each shard to the owner of its matrix."""
+        sent = torch.cat([shard.flatten() for shard in shards])
+        return self._exchange(sent, self.part_sizes, self.own_sizes)
+
+    def matrix_of(self, gathering: Exchange) -> torch.Tensor:
+        """Return the matrix that this rank owns, (0, 0) if it owns none."""
+        return gathering.wait().view(self.own_shape)  # shards are consecutive rows
+
+    def scatter(self, matrix: torch.Tensor) -> Exchange:
+        """Send each rank its shard of the matrix that this rank owns."""
+        return self._exchange(matrix.flatten(), self.own_sizes, self.part_sizes)
+
+    def shards_of(self, scattering: Exchange) -> list[torch.Tensor]:
+        """Return this rank's shards of the matrices."""
+        shards = scattering.wait().split(self.part_sizes)
+        return [shard.view_as(part) for shard, part in zip(shards, self.parts)]
+
+    def _exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Exchange:
+        received = sent.new_empty(sum(received_sizes))
+        work = dist.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self.group, async_op=True)
+        return Exchange(received, work)
+
+
+def shard_rows(rows: int, rank: int, world_size: int) -> int:
+    """Return how many rows of a matrix a rank has. FSDP2 rounds up: three ranks have 4, 4 and 2 of 10."""
+    most = math.ceil(rows / world_size)
+    return min(max(rows - rank * most, 0), most)

@@ -120,7 +120,7 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    trained_by_muon = set(matrices)
+    trained_by_muon = {parallel.local_part(matrix) for matrix in matrices}
     parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
     saves_memory = any(is_frozen_in_fp8(p) for p in parameters) or adapters.trains_only_adapters(model)
     if saves_memory:  # no state of frozen parameters
@@ -154,12 +154,10 @@ def make_muon(matrices, config):
 
 
 def matrices_of_blocks(model) -> list:
-    """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
+    """Return the model's parameters that Muon trains, with the fused QKV weight as one matrix."""
     blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
     matrices = [p for p in blocks.parameters() if p.dim() == 2 and not is_frozen_in_fp8(p)]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")
-    if parallel.mesh_of(model) is not None:
-        raise ValueError("--optimizer muon: needs whole matrices, and these are sharded; pass --parallel ddp")
     return matrices

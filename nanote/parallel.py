@@ -11,6 +11,7 @@ References: docs.pytorch.org/docs/stable/elastic/run.html and distributed.fsdp.f
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 import warnings
@@ -128,26 +129,73 @@ def shard(model, kind: str, grad_accum: int) -> None:
     kind: "fsdp", or "hsdp" to shard on each machine. Machines then sum their gradients.
     grad_accum: the number of micro-batches a step.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
+    from torch.distributed.fsdp import FSDPModule  # slow to import
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
-    device_type = next(model.parameters()).device.type
+    model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
+    mesh = mesh_of(model.blocks)
+    if mesh is None:
+        mesh = make_mesh(kind, next(model.parameters()).device.type)
+    for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
+        if not isinstance(module, FSDPModule):
+            shard_module(module, mesh, grad_accum)
+    if "fast_kernels.modules" in sys.modules:  # perhaps this model has its modules
+        from nanote.fp8_gather import gather_in_fp8
+        gather_in_fp8(model)
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
+
+
+@contextlib.contextmanager
+def sharding_blocks(kind: str, device_type: str, grad_accum: int):
+    """Shard each block of a model that is built inside as soon as it is built, with the weights of rank 0. So
+    a GPU has one block whole at a time, and the rest of the model. kind "ddp": shard nothing.
+
+    The model must keep its blocks, and nothing else, in a ModuleList, as the kit's models do.
+    """
+    if kind == "ddp" or not dist.is_initialized():
+        yield
+        return
+    mesh = make_mesh(kind, device_type)
+
+    def shard_block(parent, name, module):
+        if isinstance(parent, torch.nn.ModuleList):
+            broadcast_weights(module)
+            shard_module(module, mesh, grad_accum)
+
+    # PyTorch calls it with each module that becomes part of another
+    handle = torch.nn.modules.module.register_module_module_registration_hook(shard_block)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def make_mesh(kind: str, device_type: str) -> DeviceMesh:
+    """Return the mesh of a sharded model: ranks by number, for hsdp those of a machine in one row."""
     if kind == "hsdp":
         shards = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
         sizes = (world_size() // shards, shards)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device_type, (world_size(),), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world_size(),), mesh_dim_names=("shard",))
+
+
+def shard_module(module, mesh: DeviceMesh, grad_accum: int) -> None:
+    """Shard the parameters of a module that are not sharded yet."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
     has_two_terms = world_size() == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
-    model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
-    for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
-        module.set_force_sum_reduction_for_comms(True)
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def broadcast_weights(module) -> None:
+    """Give all ranks the weights of rank 0, but for those that are sharded."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.data, src=0)
 
 
 _local_parts = WeakIdKeyDictionary()  # {DTensor: this rank's part}

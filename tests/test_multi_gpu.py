@@ -19,8 +19,10 @@ ONE, HALF, QUARTER = (f"--micro-batch-size {size}" for size in (16, 8, 4))
 BF16 = "--fp8-recipe none"
 BIASES = f"{BF16} --bias --no-use-rmsnorm --no-use-rotary"  # biases that FSDP2 frees
 UNTIED = f"{BIASES} --no-tie-embeddings"
+MUON = "--optimizer muon"
 ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2",
-          "one-biases": f"{ONE} {BIASES}", "halves-biases": f"{HALF} --grad-accum 2 {BIASES}"},
+          "one-biases": f"{ONE} {BIASES}", "halves-biases": f"{HALF} --grad-accum 2 {BIASES}",
+          "one-muon": f"{ONE} {MUON}", "halves-muon": f"{HALF} --grad-accum 2 {MUON}"},
          {"one-bf16": f"{ONE} {BF16}", "halves-bf16": f"{HALF} --grad-accum 2 {BF16}",
           "one-untied": f"{ONE} {UNTIED}", "halves-untied": f"{HALF} --grad-accum 2 {UNTIED}"}]
 TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
@@ -28,6 +30,7 @@ TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "fsdp": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp",
     "fsdp-biases": f"{HALF} --parallel fsdp {BIASES}", "fsdp-untied": f"{HALF} --parallel fsdp {UNTIED}",
+    "fsdp-muon": f"{HALF} --parallel fsdp {MUON}",
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
@@ -35,11 +38,14 @@ WORKER = RUN_ALL + """
 import os
 import torch
 import torch.distributed as dist
-from nanote import models, recipes
+from fast_kernels import casts
+from fast_kernels.modules import Module
+from nanote import fp8_gather, models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients, shard_optimizer
 from nanote.graphs import CudaGraph
 from nanote.optimizers import clip_coefficient, make_optimizer
+from train import build_model
 
 
 def is_as_on_rank_0(tensor):
@@ -80,10 +86,76 @@ def compare_ranks(p2p_disable):
     print(f"rank {ranks.rank}: {json.dumps(found)}", flush=True)
 
 
+def train_sharded(config, gathers_in_fp8):
+    '''Take a few steps of fsdp in CUDA graphs. Return the model, and losses and gradient norms.'''
+    forget_models()
+    fp8_gather.gather_in_fp8 = gather_in_fp8 if gathers_in_fp8 else lambda model: None
+    torch.manual_seed(0)
+    device = torch.device("cuda", ranks.local_rank)
+    model = build_model(config, device)
+    optimizer = make_optimizer(model, config)
+    gradients = make_gradients(model, config.grad_accum)
+    first = tokens[0, :, :-1].contiguous()
+    recipes.find_first_scales(model, (first, first), ranks.count)
+
+    def step(ids):
+        with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
+            loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+            (loss / ranks.count).backward()
+        gradients.set_grad()
+        norm = optimizer.gradient_norm()
+        optimizer.step(clip_coefficient(norm, 1.0), skip=~norm.isfinite())
+        return torch.stack((loss.detach(), norm))
+
+    graph = CudaGraph(step, keep=lambda: recipes.engine_tensors(model))
+    numbers = [graph(ids).tolist() for ids in tokens]
+    with torch.no_grad():
+        model(first)  # quantizes the weights of the last step
+    return model, numbers
+
+
+def has_bytes_of(whole, module, gemm, is_transposed):
+    '''Return whether the gathered weight of a GEMM has bytes and scale of the whole weight, quantized.'''
+    quantization = module.weight_quantization(gemm, module.fp8_meta["recipe"])
+    expected, _ = casts.cast(whole, quantization._replace(amax=torch.zeros_like(quantization.amax)))
+    weight = module.weight_of(gemm)
+    pairs = [(weight.rowwise, expected.rowwise), (weight.scale_inv, expected.scale_inv)]
+    if is_transposed:
+        pairs.append((weight.columnwise, expected.columnwise))
+    return all([torch.equal(found.view(torch.uint8), other.view(torch.uint8)) for found, other in pairs])
+
+
+def compare_gathers():
+    '''Print whether each gathered weight has the bytes of the whole one, and losses and gradient norms of
+    steps whose weights are gathered in FP8, and in BF16.'''
+    config = TrainConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128,
+                         micro_batch_size=8, lr=1e-2, parallel="fsdp", tie_embeddings=False,
+                         fp8_amax_history_len=4)
+    model, numbers = train_sharded(config, gathers_in_fp8=True)
+    with torch.no_grad():
+        whole = {name: weight.full_tensor() for name, weight in model.state_dict().items()
+                 if hasattr(weight, "full_tensor")}
+        for unit in (model, *model.blocks):
+            unit.unshard()
+        is_same = []
+        for name, module in model.named_modules():
+            if isinstance(module, Module):
+                is_transposed = name == "lm_head"  # weights of blocks are, in a backward pass
+                for gemm, weight in enumerate(module.weight_names):
+                    is_same.append(has_bytes_of(whole[f"{name}.{weight}"], module, gemm, is_transposed))
+    _, bf16_numbers = train_sharded(config, gathers_in_fp8=False)
+    print(f"gathers: {json.dumps([is_same, numbers, bf16_numbers])}", flush=True)
+
+
 if ranks.count > 1:
     for p2p_disable in ("0", "1"):
         forget_models()
         compare_ranks(p2p_disable)
+    os.environ["NCCL_P2P_DISABLE"] = "0"
+    gather_in_fp8 = fp8_gather.gather_in_fp8
+    tokens = torch.randint(0, 512, (8, 8, 129), generator=torch.Generator().manual_seed(ranks.rank))
+    tokens = tokens.to(f"cuda:{ranks.local_rank}")
+    compare_gathers()
 parallel.end_process(0)
 """
 
@@ -118,7 +190,7 @@ def distance(run, other):
 def test_two_gpus_train_as_one(printed, run):
     """The tolerance is what rounding alone changes: one GPU with each step's samples in two halves."""
     kind = run.rpartition("-")[2]
-    kind = f"-{kind}" if kind in ("bf16", "biases", "untied") else ""
+    kind = f"-{kind}" if kind in ("bf16", "biases", "untied", "muon") else ""
     one, halves = f"one{kind}", f"halves{kind}"
     losses = [record["loss"] for record in metrics(run)]
     assert losses[-1] < 0.7 * losses[0] and losses[0] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)
@@ -142,3 +214,14 @@ def test_ranks_have_the_same_weights(printed):
     assert all(is_same) and all(unsharded_is_same) and len(set(norms)) == 6
     assert norms[0] == pytest.approx(unsharded_norms[0], rel=1e-3)
     assert norms == pytest.approx(unsharded_norms, rel=0.2)  # rounding changes the FP8 of later steps
+
+
+def test_gathered_bytes_are_those_of_the_whole_weight(printed):
+    """Steps in CUDA graphs lose as much as with weights gathered in BF16; sums have another order."""
+    rows = [json.loads(line) for line in re.findall("gathers: (.+)", "\n".join(printed.values()))]
+    assert len(rows) == 2  # ranks
+    for is_same, numbers, bf16_numbers in rows:
+        assert len(is_same) == 2 * 4 + 1 and all(is_same)
+        assert numbers[0] == pytest.approx(bf16_numbers[0], rel=1e-3)
+        for step, expected in zip(numbers, bf16_numbers, strict=True):
+            assert step == pytest.approx(expected, rel=0.1)

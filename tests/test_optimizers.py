@@ -3,13 +3,15 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote import ddp, parallel
 from nanote.config import TrainConfig
 from nanote.muon import Muon
 from nanote.optimizers import Optimizer, clip_coefficient, make_optimizer
-from trainer_tools import OPTIONS, losses, metrics, run_train
+from trainer_tools import OPTIONS, fork_ranks, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT = f"{OPTIONS} --n-layer 1 --max-steps 8 --checkpoint-interval 4 --eval-interval 0"
@@ -128,11 +130,62 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
     assert "wte.weight" in of_adamw
 
 
-def test_muon_refuses_what_it_cannot_train(tokens, refused):
-    options = f"{SHORT} --optimizer muon --parallel fsdp --out-dir run --data {tokens}"
-    assert "Muon needs whole matrices" in refused(train.run, options)
+def test_muon_refuses_a_model_without_blocks():
     with pytest.raises(ValueError, match="matrices of model.blocks, and Linear has none there"):
         make_optimizer(torch.nn.Linear(4, 4), TrainConfig(optimizer="muon"))
+
+
+# ---------------------------------------------------------------- Muon for sharded matrices
+
+SHAPES = (48, 16), (7, 20), (16, 64), (1, 8), (9, 5)  # with rows that ranks cannot share equally
+
+
+class Matrices(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = torch.nn.Embedding(6, 4, dtype=dtype)
+        self.blocks = torch.nn.ModuleList()
+        for rows, columns in SHAPES:
+            self.blocks.append(torch.nn.Linear(columns, rows, bias=False, dtype=dtype))
+
+
+def compare_with_whole_matrices(layout, dtype):
+    """Take the same steps with a sharded model and a whole one; compare weights and optimizer state."""
+    config = TrainConfig(optimizer="muon", lr=1e-2)
+    whole, sharded = Matrices(dtype), ddp.distribute(Matrices(dtype), layout, 1)
+    expected, optimizer = make_optimizer(whole, config), make_optimizer(sharded, config)
+
+    def part_of(tensor, parameter):
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements).to_local()
+
+    parameters = list(zip(whole.parameters(), sharded.parameters(), parallel.local_parameters(sharded)))
+    for seed in range(3):
+        give_gradients(whole.parameters(), seed)
+        if seed == 2:
+            whole.blocks[1].weight.grad = None
+        for parameter, dtensor, part in parameters:
+            part.grad = None if parameter.grad is None else part_of(parameter.grad, dtensor)
+        expected.step(torch.tensor(1.0), GO)
+        optimizer.step(torch.tensor(1.0), GO)
+    for parameter, dtensor, part in parameters:
+        assert torch.equal(dtensor.full_tensor(), parameter)
+        state = optimizer.state[part]
+        assert state.keys() == expected.state[parameter].keys()
+        for name, value in expected.state[parameter].items():
+            assert torch.equal(state[name], part_of(value, dtensor)), name
+
+
+@pytest.mark.parametrize("layout, ranks", [("fsdp", 3), ("hsdp", 4)])
+def test_muon_updates_shards_as_it_does_whole_matrices(layout, ranks):
+    """To the last bit; also with a rank that owns no matrix in a round, or has no row of one."""
+    def run():
+        parallel.start()
+        compare_with_whole_matrices(layout, torch.float32)
+        compare_with_whole_matrices(layout, torch.bfloat16)
+        parallel.end_process(0)
+
+    fork_ranks(run, ranks, LOCAL_WORLD_SIZE="2")
 
 
 # ---------------------------------------------------------------- of one's own

@@ -22,11 +22,14 @@ OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS}
            "--checkpoint-interval 2 --keep-checkpoints 9 --device cpu")
 HF = ("--activation gelu --no-use-rmsnorm --no-use-rotary --bias --fp8-recipe none --init-from hf "
       "--max-steps 2 --checkpoint-interval 0 --eval-interval 0")
+MUON = ("--optimizer muon --tie-embeddings --fp8-recipe none "
+        "--activation gelu --n-inner 101")  # rows that do not divide by two
 ON_CPU = {"NANOTE_ENGINE": "reference", "CUDA_VISIBLE_DEVICES": ""}
 TOGETHER = {  # runs of two processes; the same samples a step as "one"
     "ddp": "--micro-batch-size 4", "hsdp": "--micro-batch-size 4 --parallel hsdp",
     "fsdp": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp",
     "one-to-ddp": "--resume --micro-batch-size 2 --grad-accum 2", "ddp-to-fsdp": "--resume --parallel fsdp",
+    "muon": f"--micro-batch-size 2 --grad-accum 2 --parallel fsdp {MUON}", "muon-to-fsdp": "--resume",
     "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1",
     "hf": f"--micro-batch-size 4 --parallel fsdp {HF}"}
 OWN_MODEL = """
@@ -45,8 +48,8 @@ class NanOnRank1(OptimizedGPT2Model):
 
 
 def test_two_processes_train_as_one(in_tmp_path, tokens):
-    """Sharded or not, resumed on other ranks or in one process, and from a Hugging Face folder. A step that
-    is not finite on one rank is skipped on both."""
+    """Sharded or not, with Muon, resumed on other ranks or in one process, and from a Hugging Face folder. A
+    step that is not finite on one rank is skipped on both."""
     transformers = pytest.importorskip("transformers")
     Path("own.py").write_text(OWN_MODEL)
     config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=64, n_layer=2, n_head=2)
@@ -54,6 +57,7 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
     options = f"{OPTIONS} --data {tokens}"
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
     assert run_train(f"{options} --micro-batch-size 8 {HF} --out-dir hf-in-one") == 0
+    assert run_train(f"{options} --micro-batch-size 8 {MUON} --out-dir muon-in-one") == 0
     runs = {name: extra if "--resume" in extra else f"{options} {extra}" for name, extra in TOGETHER.items()}
     run_ranks(f"{RUN_ALL}\nparallel.end_process(0)", [str(ROOT), json.dumps(runs), f"step-{STEPS}"])
     shutil.copytree("fsdp", "fsdp-to-one", ignore=shutil.ignore_patterns(f"step-{STEPS}"))
@@ -62,6 +66,12 @@ def test_two_processes_train_as_one(in_tmp_path, tokens):
         assert losses(run) == pytest.approx(losses("one"), rel=2e-3), run
         assert losses(run, "grad_norm") == pytest.approx(losses("one", "grad_norm"), rel=0.02), run
         assert losses(run, "val_loss") == pytest.approx(losses("one", "val_loss"), rel=2e-3), run
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert losses("muon", key) == pytest.approx(losses("muon-in-one", key), rel=1e-4)
+    in_one = checkpoint.read_tensors(f"muon-in-one/step-{STEPS}")
+    for name, weight in checkpoint.read_tensors(f"muon/step-{STEPS}").items():
+        assert (weight - in_one[name]).abs().mean() < 1e-5, name  # two steps change it by more than 4e-5
+    assert metrics("muon-to-fsdp") == metrics("muon"), "a resume repeats the steps exactly"
     assert losses("hf") == pytest.approx(losses("hf-in-one"), rel=1e-4) and len(losses("hf")) == 2
     assert losses("nan", "skipped")[-1] == 1 and len(losses("nan")) == STEPS
 
@@ -93,7 +103,7 @@ def kill_one_rank(process, number):
 def test_torchrun_restarts_a_killed_rank_and_a_signal_stops_all(in_tmp_path, tokens):
     """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
     options = (f"{OPTIONS} --max-steps 9000 --checkpoint-interval 30 --eval-interval 0 "
-               f"--micro-batch-size 2 --n-layer 1 --data {tokens}")
+               f"--micro-batch-size 2 --n-layer 1 --parallel fsdp --optimizer muon --data {tokens}")
     with torchrun(options) as process:
         wait_for(lambda: "step 40/" in Path("log").read_text())  # not in a save, which the other rank awaits
         kill_one_rank(process, signal.SIGKILL)
@@ -146,6 +156,45 @@ parallel.end_process(0)
 def test_shards_sum_micro_batches_in_float32(in_tmp_path):
     """In BF16, 1 + 2**-9 is 1; the sum of all terms is rounded to 1 + 2**-7."""
     assert [output.split()[-1] for output in run_ranks(SUMS, [str(ROOT)])] == ["1.0078125", "1.0078125"]
+
+
+BUILT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch.distributed.tensor import DTensor
+import train
+from nanote import models, parallel, recipes
+from nanote.config import TrainConfig
+
+ranks, device = parallel.start(), torch.device("cpu")
+config = TrainConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=64, n_positions=64, seq_len=64,
+                     parallel=sys.argv[2], device="cpu")
+torch.manual_seed(0)
+whole = models.make_model(config, device, torch.float32, recipes.make(config)).state_dict()
+were_sharded = []
+
+
+def look(parent, name, module):
+    if isinstance(parent, torch.nn.ModuleList):
+        were_sharded.extend(isinstance(weight, DTensor) for block in parent for weight in block.parameters())
+
+
+torch.nn.modules.module.register_module_module_registration_hook(look)
+torch.manual_seed(ranks.rank)  # all ranks get the weights of rank 0
+model = train.build_model(config, device)
+weights = {name: weight.full_tensor() for name, weight in model.named_parameters()}
+is_same = all([torch.equal(weight, whole[name]) for name, weight in weights.items()])
+print("found", len(were_sharded) > 0 and all(were_sharded), is_same, flush=True)
+parallel.end_process(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_a_block_is_sharded_before_the_next_one_is_built(in_tmp_path, kind):
+    """The weights are those of a model that is built whole."""
+    for output in run_ranks(BUILT, [str(ROOT), kind]):
+        assert output.split()[-3:] == ["found", "True", "True"]
 
 
 # ---------------------------------------------------------------- a sharded optimizer
