@@ -204,7 +204,8 @@ def loops():
     return section(
         "The loops of README",
         """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
-        both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs.""",
+        both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs: the host
+        limits their speed, so they vary from machine to machine.""",
         ["minimal"],
         {"loop": "{loop}", "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
          "k tokens/s": "{k_tokens_per_s:.0f}"})

@@ -1,20 +1,22 @@
-"""How fast is a training loop of your own? Loops at GPT-2 124M, 32 x 1,024 tokens, beside each other.
+"""How fast is a training loop of your own? Time loops of GPT-2 124M, 32 x 1,024 tokens, in turns.
 
     python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
-    python bench/minimal.py --nanogpt nanoGPT --busy --json results/minimal.json    # all other cores work
+    python bench/minimal.py --nanogpt nanoGPT --busy --json results/minimal_busy.json
 
 - readme         README's loop with the copied files: delayed scaling, float32 masters in FusedAdam
 - fast           README's second loop: model_te_fast.py and FastAdam
 - example        the step of examples/minimal.py: adds data, parameter groups, clipping and the schedule
 - readme_eager, fast_eager, example_eager    the three without CUDA graphs, launched from Python
-- nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
+- nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: the baseline
 - nanogpt        nanoGPT as its train.py trains it: float32 weights under BF16 autocast, clipping
 
-readme and example take the engine of model_te_optimized.py, which NANOTE_ENGINE chooses.
+readme and example take the engine of model_te_optimized.py, which NANOTE_ENGINE chooses. --busy keeps all
+other cores of the machine busy meanwhile.
 
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
-steps, with its 95 % interval; `ratio_to_nanogpt` is the speed over nanogpt_bf16. Without --nanogpt the last
-two are left out. Without a GPU there are no CUDA graphs, and only readme and example run.
+steps, with its 95 % interval. `ratio_to_nanogpt` is the speed over nanogpt_bf16, of the median steps; its
+interval is that of the median ratio of steps in the same turns. Without --nanogpt the last two are left out.
+Without a GPU there are no CUDA graphs, and only readme and example run.
 """
 import sys
 from pathlib import Path
@@ -43,7 +45,7 @@ from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.command import parse, require_at_least, run_command
 from nanote.config import TrainConfig
-from nanote.engine import te
+from nanote.engine import ENGINE, te
 from nanote.graphs import CudaGraph
 from nanote.models import pick_device
 
@@ -160,7 +162,7 @@ def make_loops(options, device) -> dict:
 
 @contextmanager
 def busy_cores(count: int):
-    """Keep so many cores of the machine busy."""
+    """Run `count` processes that compute without end."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -181,29 +183,40 @@ def main(argv=None) -> None:
     if options.nanogpt:
         nanogpt.load(options.nanogpt)  # before anything is made
     device = pick_device("auto")
-    rows = Rows(options.json, ["loop", "engine", "busy_cores"], "bench/minimal.py", argv)
+    rows = Rows(options.json, ["loop"], "bench/minimal.py", argv)
     torch.manual_seed(0)
     loops = make_loops(options, device)
     for _ in range(WARMUP):
         losses = {name: loss_of(step()) for name, step in loops.items()}
     if max(losses.values()) - min(losses.values()) > 0.3:
         raise ValueError(f"the loops do not train alike, so nothing is timed: losses {losses}")
-    cores = os.cpu_count() - 1 if options.busy else 0
-    with busy_cores(cores):
+    busy = os.cpu_count() - 1 if options.busy else 0
+    with busy_cores(busy):
         times = measure.in_turns(loops, options.steps, device)
     for name in loops:
-        ms = statistics.median(times[name])
-        row = {"loop": name, "engine": te.__name__, "busy_cores": cores,
-               "ms": ms, "ms_interval": measure.interval_of_median(times[name]),
-               "tokens_per_s": options.batch * options.seq_len / ms * 1e3, "batch": options.batch,
-               "seq_len": options.seq_len, "layers": options.layers, "width": options.width}
-        if options.nanogpt:
-            baseline = times["nanogpt_bf16"]
-            ratios = [before / after for before, after in zip(baseline, times[name])]
-            row["ratio_to_nanogpt"] = statistics.median(baseline) / ms
-            row["ratio_to_nanogpt_interval"] = measure.interval_of_median(ratios)
-            row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
-        rows.add(row)
+        rows.add(row_of(name, times, options, busy))
+
+
+def row_of(name, times, options, busy) -> dict:
+    """Return the row of a loop. times: {loop: ms of its steps}."""
+    ms = statistics.median(times[name])
+    row = {"loop": name, "engine": engine_of(name), "busy_cores": busy,
+           "ms": ms, "ms_interval": measure.interval_of_median(times[name]),
+           "tokens_per_s": options.batch * options.seq_len / ms * 1e3, "batch": options.batch,
+           "seq_len": options.seq_len, "layers": options.layers, "width": options.width}
+    if options.nanogpt:
+        baseline = times["nanogpt_bf16"]
+        ratios = [baseline_ms / loop_ms for baseline_ms, loop_ms in zip(baseline, times[name])]
+        row["ratio_to_nanogpt"] = statistics.median(baseline) / ms
+        row["ratio_to_nanogpt_interval"] = measure.interval_of_median(ratios)
+        row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
+    return row
+
+
+def engine_of(name) -> str | None:
+    if name.startswith("nanogpt"):
+        return None
+    return "fast" if name.startswith("fast") else ENGINE
 
 
 if __name__ == "__main__":

@@ -43,12 +43,13 @@ STACKS = {
         NANOTE_ENGINE=("", "fast"), model=("auto", "fast"), fp8_recipe=("delayed", "none"),
         dtype=("bfloat16",), compile=(False,)),
 }
-# Each stack begins with rows that have these, if it has their values. Tracing is slow in two processes, and
-# fastest without FP8: no other row does that. The second ones went wrong together, and are more than two.
-# The others have most pairs of `compile`, so that few rows after them are traced.
+# Each stack begins with rows that have these, if it has their values.
 STARTS = (
+    # the only row that is traced in two processes, which is slow, and fastest without FP8
     dict(layout="ddp", compile=True, fp8_recipe="none"),
+    # three values that failed together
     dict(layout="fsdp", fp8_recipe="none", bias=True),
+    # with these, few of the later rows are traced
     *(dict(layout="one process", compile=True, fp8_recipe=recipe) for recipe in OPTIONS["fp8_recipe"]),
 )
 
@@ -134,7 +135,8 @@ def covering_choices(stack: str) -> list[dict]:
     starts = []
     for start in STARTS:
         has_values = all(value in values[option] for option, value in start.items())
-        if has_values and is_allowed(start | {"NANOTE_ENGINE": values["NANOTE_ENGINE"][0]}):
+        fixed = {"NANOTE_ENGINE": values["NANOTE_ENGINE"][0]}  # it decides which values are refused
+        if has_values and is_allowed(start | fixed):
             starts.append(start)
     choices = []
     while starts or missing:

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let garbage collection, which tests call often, skip the modules that are imported by now."""
+    """Keep modules that are imported by now out of gc.collect(), which many tests call."""
     gc.freeze()
 
 
