@@ -104,7 +104,7 @@ def test_one_operand_of_each_gemm_of_a_model_is_quantized(operand, monkeypatch):
 def test_dgrad_accumulates_in_float32(monkeypatch):
     accumulations = []
 
-    def gemm(*arguments, accumulation="precise"):
+    def gemm(*arguments, accumulation="precise", **others):
         accumulations.append(accumulation)
 
     monkeypatch.setattr(fused, "gemm", gemm)

@@ -72,9 +72,9 @@ A_RUN = [
     ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 15", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
     ("cp model_te_optimized.py my_model.py && git apply examples/edits/optimized/lora.diff", "", None),
-    ("python train.py --config out/qwen/config.json --init-from out/qwen --data data/pairs-Qwen3-0.6B "
+    ("python train.py --config out/qwen/config.json --init-from out/qwen --data data/chats-Qwen3-0.6B "
      "--out-dir out/lora --model my_model.py:OptimizedGPT2Model --set lora_rank=16 --set lora_alpha=32 "
-     "--set lora_base=fp8 --lr 1e-4", "", None),
+     "--set lora_base=fp8 --lr 1e-4", "--data data/pairs-gpt2", None),
     ('python sample.py out/lora --model my_model.py:OptimizedGPT2Model --prompt "Once upon a time"',
      TWO_TOKENS, None),
 ]
