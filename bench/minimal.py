@@ -83,7 +83,7 @@ def readme_loop(options, device) -> dict:
         loss = model(tokens[:, :-1], labels=tokens[:, 1:])
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         return loss.detach()
 
     return with_and_without_graphs("readme", CudaGraph(train), lambda: [random_tokens(options, device)])
@@ -108,7 +108,7 @@ def fast_loop(options, device) -> dict:
         loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         return loss.detach()
 
     return with_and_without_graphs("fast", CudaGraph(train), lambda: [random_tokens(options, device)])

@@ -135,7 +135,7 @@ def train(input_ids, labels):
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # gradients stay where the graph writes them
+    optimizer.zero_grad()
     return torch.stack((loss.detach(), norm.float()))
 
 

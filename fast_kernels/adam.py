@@ -13,7 +13,7 @@ Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written 
 Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from fast_kernels.library import ceil_div
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
+SPARES = 4  # more than calls of `prepare` in a capture
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # Columns of the kernels' `pointers`: addresses, but for SIZE, the number of elements
@@ -225,6 +226,8 @@ class _KernelArguments:
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
     addresses: list | None = None  # of the tensors for which `pointers` was made
+    spares: list = field(default_factory=list)  # pinned memory for the rows that a capture finds
+    captured: list = field(default_factory=list)  # rows that a replay copies to `pointers`
     host_hyperparameters: list | None = None  # the same numbers on the host
 
 
@@ -248,8 +251,11 @@ def _check_betas(betas, moment_dtype):
 
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
-    same type, or are all float32. With CUDA graphs, call `prepare` before `step` or `gradient_norm` is
-    captured, and `write_hyperparameters` before a replay.
+    same type, or are all float32.
+
+    With CUDA graphs, a step runs from Python before `step` or `gradient_norm` is captured. Gradients either
+    keep their memory, or are new in each step, made and freed inside the graph by zero_grad(). Call
+    `write_hyperparameters` before a replay if one has changed.
 
     moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
     store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
@@ -385,11 +391,26 @@ class FastAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
                     addresses.append(0 if tensor is None else tensor.data_ptr())
-            if addresses != arguments.addresses:
-                self._refuse_while_capturing()
+            # after a replay that has copied its own rows the table is not known
+            if addresses != arguments.addresses or arguments.captured:
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
-                arguments.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, ROW_SIZE.value))
+                self._write_pointers(arguments, torch.tensor(rows, dtype=torch.int64))
                 arguments.addresses = addresses
+
+    def _write_pointers(self, arguments, rows):
+        """Copy rows to `pointers`. While capturing, let each replay do it, from pinned memory, which is
+        allocated before since a capture must not."""
+        rows = rows.view(-1, ROW_SIZE.value)
+        if self._is_capturing():
+            if not arguments.spares:
+                self._refuse_while_capturing()
+            pinned = arguments.spares.pop().copy_(rows)
+            arguments.pointers.copy_(pinned, non_blocking=True)
+            arguments.captured.append(pinned)
+            return
+        arguments.pointers.copy_(rows)
+        while arguments.pointers.is_cuda and len(arguments.spares) < SPARES:
+            arguments.spares.append(torch.empty_like(rows, pin_memory=True))
 
     @torch.no_grad()
     def write_hyperparameters(self):
@@ -439,8 +460,11 @@ class FastAdam(torch.optim.Optimizer):
             addend = self.addends[0, updated.addend_start:].data_ptr()
         return [*addresses, updated.size, addend]
 
+    def _is_capturing(self):
+        return self.kernel_arguments[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
+
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
-        if self.kernel_arguments[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             raise RuntimeError("FastAdam: gradients or hyperparameters have changed since the last "
                                "prepare(); call prepare() before the CUDA graph is captured")
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from fast_kernels import casts, unquantized
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
 from fast_kernels.gemm import gemm
-from fast_kernels.library import input_names
+from fast_kernels.library import input_names, is_transforming
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, tied_gradient=Non
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
-        y = F.linear(normed, layer.weight, bias)
+        y = _linear_in_bf16(normed, layer.weight, bias)
     else:
         residual, y = _NormLinear.apply(
             *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient)
@@ -163,7 +163,7 @@ def _linear(branch: Branch, layer, activation, adds_bias):
     if branch_bias is not None and dist.is_initialized():
         branch_bias = branch_bias.clone()  # FSDP2 frees parameters before the next block adds it
     if layer.fp8_weight is None:
-        return Branch(F.linear(branch.output, layer.weight, gemm_bias), branch_bias)
+        return Branch(_linear_in_bf16(branch.output, layer.weight, gemm_bias), branch_bias)
     y = _Linear.apply(
         branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization)
     return Branch(y, branch_bias, layer.gradient_quantization)
@@ -214,29 +214,40 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     if needs_dx:
         dx = input_gradient(fp8_dy, weight)
     if needs_dweight:
-        dweight = _parameter_gradient(layer.weight, fp8_dy, x)
+        dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, x))
     return dx, dweight, dbias
 
 
-def _parameter_gradient(parameter, dy, x):
+def _parameter_gradient(parameter, compute):
     """Return wgrad, in `main_grad` of a weight that has one, as Megatron-LM and TE do.
+
+    compute(): return wgrad; compute(out=…, accumulate=…): write or add it to a tensor.
 
     Attributes of such a weight: overwrite_main_grad tells the first GEMM of a step to overwrite `main_grad`;
     main_grad_pass is the backward pass that wrote to it last; grad_added_to_main_grad tells its owner that a
     GEMM wrote to it."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
-        return weight_gradient(dy, x)
+        return compute()
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
         # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
-        return weight_gradient(dy, x, out=torch.empty_like(main_grad))
+        return compute(out=torch.empty_like(main_grad), accumulate=False)
     parameter.main_grad_pass = backward_pass
-    accumulate = not getattr(parameter, "overwrite_main_grad", False)
-    weight_gradient(dy, x, out=main_grad, accumulate=accumulate)
+    compute(out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
     parameter.overwrite_main_grad = False
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
+
+
+def _linear_in_bf16(x, weight, bias):
+    """Return x @ weightᵀ + bias without FP8. The wgrad GEMM writes to a `main_grad` of the weight's dtype."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.dtype != weight.dtype:
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling() or is_transforming():
+        return F.linear(x, weight, bias)
+    return _LinearInBF16.apply(x, weight, bias)
 
 
 def first_derivative_only(backward):
@@ -319,6 +330,36 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
     return NormLinearInputs(
         x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
         norm_bias=norm.dbias, weight=dweight, bias=dbias)
+
+
+class _LinearInBF16(torch.autograd.Function):
+    """`_linear_in_bf16`, x (N, in) and weight (out, in)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # which has the attributes
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
+        dx = dy @ weight if needs_dx else None
+        dbias = dy.sum(0) if needs_dbias else None
+        dweight = None
+        if torch.is_grad_enabled():  # create_graph=True
+            dweight = dy.T @ x
+        elif needs_dweight:
+            dweight = _parameter_gradient(ctx.parameter, functools.partial(_wgrad_in_bf16, dy, x))
+        return dx, dweight, dbias
+
+
+def _wgrad_in_bf16(dy, x, out=None, accumulate=False):
+    """Return dyᵀ @ x. out: the memory for it, or what it is added to."""
+    if accumulate:
+        return out.addmm_(dy.T, x)
+    return torch.mm(dy.T, x, out=out)
 
 
 class _Linear(torch.autograd.Function):

@@ -12,6 +12,7 @@ from fast_kernels import adam as fast_adam
 from fast_kernels.adam import FastAdam
 from kernel_tools import DEVICE, _as_on_a_gpu, on_gpu  # noqa: F401
 from nanote import ddp, parallel, peers, training_state
+from nanote.graphs import CudaGraph
 
 LARGEST = fast_adam.LARGEST_BF16_BETA
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
@@ -326,11 +327,38 @@ def test_a_replay_follows_gradients_and_options():
 
 
 @pytest.mark.gpu
-def test_changed_gradients_raise_during_a_capture():
+def test_a_graph_may_make_and_free_gradients():
+    """Steps from Python come between its replays, with gradients at other addresses."""
+    outcomes = []
+    for graphed in (False, True):
+        params = parameters(torch.bfloat16)
+        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95))
+
+        def train_step(factor):
+            loss = sum((parameter.float() * factor - 1).square().mean() for parameter in params)
+            loss.backward()
+            norm = optimizer.gradient_norm()
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        replayed = CudaGraph(train_step) if graphed else train_step
+        norms = []
+        for step in range(8):
+            factor = torch.full((), 1.0 + step, device="cuda")
+            memory = torch.empty(step << 20, device="cuda")  # so that addresses differ
+            norms.append((train_step if step in (4, 6) else replayed)(factor).item())
+            del memory
+        outcomes.append([*(p.detach().clone() for p in params), torch.tensor(norms)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+
+
+@pytest.mark.gpu
+def test_a_capture_before_the_first_step_raises():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params, lr=1e-2)
-    train(optimizer, params, 1)
-    params[0].grad = params[0].grad.clone()  # at another address
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             optimizer.step()

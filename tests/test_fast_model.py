@@ -281,6 +281,31 @@ def test_a_tied_head_can_be_used_twice(lists, has_buffers):
     assert (found - expected).norm() <= 2.0**-7 * expected.norm()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["one use", "two uses", "checkpointed", "chunked"])
+def test_without_fp8_the_trainers_buffers_get_what_autograd_gives(tied, kind):
+    """GEMMs write BF16 gradients to main_grad."""
+    outcomes = []
+    for has_buffers in (False, True):
+        model = make_model(use_fp8=False, tie_embeddings=tied, gradient_checkpointing=kind == "checkpointed")
+        if kind == "two uses":
+            model.__class__ = TwoPredictions
+        if kind == "chunked":
+            chunked_loss.chunk_loss(model, 3)
+        gradients = ddp.Gradients(model, dtype=None)
+        for number in range(2):  # two steps: the second overwrites
+            model.zero_grad(set_to_none=True)
+            with gradients.accumulate(True, True) if has_buffers else nullcontext():
+                model(*make_tokens(number)).backward()
+        if has_buffers:
+            gradients.set_grad()
+        outcomes.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    plain, found = outcomes
+    for name in plain:
+        error = (found[name].double() - plain[name].double()).norm()
+        assert error <= 2.0**-8 * plain[name].double().norm(), name
+
+
 def test_gradient_scales_are_found_if_one_part_is_trained():
     model, trained = make_model(), "blocks.0.mlp.fc2_weight"
     for name, parameter in model.named_parameters():

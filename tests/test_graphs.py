@@ -237,7 +237,7 @@ def make_loop(engine, graphed=True):
         loss = model(tokens[:, :-1], labels=tokens[:, 1:])
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         return loss.detach()
 
     return CudaGraph(train) if graphed else train, model, optimizer
