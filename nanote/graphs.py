@@ -53,7 +53,7 @@ class CudaGraph:
     the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
     require gradients, and where parameters, gradients and optimizer state are in memory stay as they were.
     After a change of any of these call `recapture()`. A learning rate has to be a tensor. Gradients that the
-    function both makes and frees, with zero_grad(), need nothing. Others must keep their memory between calls:
+    function makes and also frees, by zero_grad(), need nothing. Others must keep their memory between calls:
     use zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
     """
 

@@ -329,28 +329,32 @@ def test_a_replay_follows_gradients_and_options():
 @pytest.mark.gpu
 def test_a_graph_may_make_and_free_gradients():
     """Steps from Python come between its replays, with gradients at other addresses."""
-    outcomes = []
-    for graphed in (False, True):
-        params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95))
-
-        def train_step(factor):
-            loss = sum((parameter.float() * factor - 1).square().mean() for parameter in params)
-            loss.backward()
-            norm = optimizer.gradient_norm()
-            optimizer.step()
-            optimizer.zero_grad()
-            return norm
-
-        replayed = CudaGraph(train_step) if graphed else train_step
-        norms = []
-        for step in range(8):
-            factor = torch.full((), 1.0 + step, device="cuda")
-            memory = torch.empty(step << 20, device="cuda")  # so that addresses differ
-            norms.append((train_step if step in (4, 6) else replayed)(factor).item())
-            del memory
-        outcomes.append([*(p.detach().clone() for p in params), torch.tensor(norms)])
+    outcomes = [train_with_gradients_inside(graphed) for graphed in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+
+
+def train_with_gradients_inside(graphed):
+    """Return weights and gradient norms of eight steps, of which two are never graphed."""
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95))
+
+    def train_step(factor):
+        losses = [(parameter.float() * factor - 1).square().mean() for parameter in params]
+        sum(losses).backward()
+        norm = optimizer.gradient_norm()
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    replayed = CudaGraph(train_step) if graphed else train_step
+    norms = []
+    for step in range(8):
+        factor = torch.full((), 1.0 + step, device="cuda")
+        memory = torch.empty(step << 20, device="cuda")  # so that addresses differ
+        run = train_step if step in (4, 6) else replayed
+        norms.append(run(factor).item())
+        del memory
+    return [*(parameter.detach() for parameter in params), torch.tensor(norms)]
 
 
 @pytest.mark.gpu
