@@ -242,10 +242,10 @@ def _parameter_gradient(parameter, compute):
 
 def _linear_in_bf16(x, weight, bias):
     """Return x @ weightᵀ + bias without FP8. The wgrad GEMM writes to a `main_grad` of the weight's dtype."""
+    if torch.compiler.is_compiling() or is_transforming():  # first: Dynamo would guard on main_grad
+        return F.linear(x, weight, bias)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != weight.dtype:
-        return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling() or is_transforming():
         return F.linear(x, weight, bias)
     return _LinearInBF16.apply(x, weight, bias)
 
