@@ -14,9 +14,9 @@ readme and example take the engine of model_te_optimized.py, which NANOTE_ENGINE
 other cores of the machine busy meanwhile.
 
 Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
-steps, with its 95 % interval. `ratio_to_nanogpt` is the speed over nanogpt_bf16, of the median steps; its
-interval is that of the median ratio of steps in the same turns. Without --nanogpt the last two are left out.
-Without a GPU there are no CUDA graphs, and only readme and example run.
+steps, with its 95 % interval; a speed over nanogpt_bf16 is the median ratio of steps of the same turns.
+Without --nanogpt the last two are left out. Without a GPU there are no CUDA graphs, and only readme and
+example run.
 """
 import sys
 from pathlib import Path
@@ -162,10 +162,11 @@ def make_loops(options, device) -> dict:
 
 @contextmanager
 def busy_cores(count: int):
-    """Run `count` processes that compute without end."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Run `count` processes that compute until the context, or this process, ends."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}:\n    pass"
+    processes = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
@@ -207,8 +208,8 @@ def row_of(name, times, options, busy) -> dict:
     if options.nanogpt:
         baseline = times["nanogpt_bf16"]
         ratios = [baseline_ms / loop_ms for baseline_ms, loop_ms in zip(baseline, times[name])]
-        row["ratio_to_nanogpt"] = statistics.median(baseline) / ms
-        row["ratio_to_nanogpt_interval"] = measure.interval_of_median(ratios)
+        row["ratio_to_nanogpt_bf16"] = statistics.median(ratios)
+        row["ratio_to_nanogpt_bf16_interval"] = measure.interval_of_median(ratios)
         row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
     return row
 

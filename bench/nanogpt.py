@@ -48,8 +48,9 @@ BLOCKS = {"bias=False": {"bias": False}, "bias=True": {"bias": True}}  # options
 class Options:
     path: tyro.conf.Positional[Path]  # Folder of a nanoGPT checkout, which has model.py.
     shapes: tuple[Literal[SHAPES], ...] = SHAPES  # Shapes of benchmark_te.py.
+    blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)  # With biases or without.
     steps: int = 60  # Steps to time, of each arm.
-    json: Path | None = None  # Write the rows here; those of other shapes in the file stay.
+    json: Path | None = None  # Write the rows here; those of other shapes and blocks in the file stay.
 
 
 class NanoGPTTraining(PlainTraining):
@@ -185,7 +186,7 @@ def main(argv=None) -> None:
         print("no GPU: tiny shapes, and the times mean nothing")
     rows = Rows(options.json, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
     timing = measure.Timing(device, options.steps, phases=0, ratio="ratio_to_nanogpt")
-    for shape, block in itertools.product(options.shapes, BLOCKS):
+    for shape, block in itertools.product(options.shapes, options.blocks):
         config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
         for figures in measure_shape(module, config, timing):
             rows.add({"shape": shape, "block": block, "model_py_sha256": checksum(options.path)} | figures)

@@ -27,6 +27,7 @@ PRINTED = {  # field of a row -> its text on the screen
     "tokens_per_s": "{:>9,.0f} tokens/s",
     "ratio_to_plain": "{:.3f} x plain",
     "ratio_to_nanogpt": "{:.3f} x nanoGPT",
+    "ratio_to_nanogpt_bf16": "{:.3f} x nanoGPT in BF16",
     "ratio_to_transformers": "{:.3f} x transformers",
     "ratio_to_llmq": "{:.3f} x llmq",
     "ratio": "{:.3f} x unedited",

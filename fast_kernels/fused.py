@@ -305,10 +305,10 @@ def _parameter_gradient(parameter, compute):
 
 def _linear_in_bf16(x, weight, bias):
     """Return x @ weightᵀ + bias without FP8. The wgrad GEMM writes to a `main_grad` of the weight's dtype."""
+    if torch.compiler.is_compiling() or is_transforming():  # first: Dynamo would guard on main_grad
+        return F.linear(x, weight, bias)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.dtype != weight.dtype:
-        return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling() or is_transforming():
         return F.linear(x, weight, bias)
     return _LinearInBF16.apply(x, weight, bias)
 
@@ -398,6 +398,36 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
     return NormLinearInputs(
         x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
         norm_bias=norm.dbias, weight=dweight, bias=dbias, a=da, b=db)
+
+
+class _LinearInBF16(torch.autograd.Function):
+    """`_linear_in_bf16`, x (N, in) and weight (out, in)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # which has the attributes
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
+        dx = dy @ weight if needs_dx else None
+        dbias = dy.sum(0) if needs_dbias else None
+        dweight = None
+        if torch.is_grad_enabled():  # create_graph=True
+            dweight = dy.T @ x
+        elif needs_dweight:
+            dweight = _parameter_gradient(ctx.parameter, functools.partial(_wgrad_in_bf16, dy, x))
+        return dx, dweight, dbias
+
+
+def _wgrad_in_bf16(dy, x, out=None, accumulate=False):
+    """Return dyᵀ @ x. out: the memory for it, or what it is added to."""
+    if accumulate:
+        return out.addmm_(dy.T, x)
+    return torch.mm(dy.T, x, out=out)
 
 
 class _LinearInBF16(torch.autograd.Function):
