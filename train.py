@@ -319,11 +319,10 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
     elif config.init_from and transfer.is_run(config.init_from):
         scales_meta = transfer.start_from_run(config, model, optimizer, loader.meta["tokenizer"])
     elif config.init_from:  # a folder of Hugging Face
-        from tools.import_hf import read_model  # needs transformers
-        weights, source_config = read_model(Path(config.init_from), rows=config.vocab_size)
-        tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-        transfer.start_from_tensors(
-            config, model, optimizer, tensors, source_config, base=Path(config.init_from))
+        from tools.import_hf import open_model  # needs transformers
+        stored, source_config = open_model(Path(config.init_from), rows=config.vocab_size)
+        transfer.start_from_weights(
+            config, model, optimizer, stored, source_config, base=Path(config.init_from))
     if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):
         batch = loader.batches(loader.first_step)[0]  # which `train` reads again
         divisor = config.grad_accum * loader.ranks.count  # not batch.divisor, infinite for a batch of prompts

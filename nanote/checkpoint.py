@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -323,11 +324,13 @@ def load_base(base: Path, meta: dict, model, entries: dict) -> dict:
     """Load the weights that a checkpoint of adapters lacks from their base. Return {name: tensor} of the
     model's others. entries: of the checkpoint's TensorReader. Collective."""
     weights = training_state.weights_of(model)
-    tensors = read_base(base, weights)
+    stored = open_base(base, weights)
     adapters_there = under_prefix(entries, "model.")
-    names = frozenset(under_prefix(tensors, "model.")) & weights.keys() - adapters_there.keys()
+    names = frozenset(stored.shapes) & weights.keys() - adapters_there.keys()
     dtype = next(iter(adapters_there.values())).properties.dtype  # of the weights in training
-    for name in names:
+    for name, tensors in stored.tensors:
+        if name not in names:
+            continue
         values = tensors.get(f"optimizer.{name}.master_param", tensors[f"model.{name}"])
         values = parallel.sharded_like(weights[name], values.to(dtype))
         training_state.write_weight(weights[name], parallel.local_part(values))
@@ -335,15 +338,35 @@ def load_base(base: Path, meta: dict, model, entries: dict) -> dict:
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
-def read_base(folder: Path, weights: dict) -> dict[str, torch.Tensor]:
-    """Return the weights of a base, a checkpoint or a folder of Hugging Face, and their float32 masters,
-    named as in a checkpoint. weights: {name: tensor} of the model. Collective."""
-    if step_of(folder) is None:
-        from tools.import_hf import read_model  # needs transformers
-        found, _ = read_model(folder, rows=weights["wte.weight"].shape[0])
-        return {f"model.{name}": tensor for name, tensor in found.items()}
-    masters = [f"optimizer.{name}.master_param" for name in weights]
-    return read_tensors(folder, ("model.", *masters), like=weights)
+class StoredWeights(NamedTuple):
+    """The weights of a folder, which are read one at a time: the host never holds all of them."""
+
+    shapes: dict[str, tuple[int, ...]]  # of each weight, by its name in the model
+    tensors: Iterator[tuple[str, dict]]  # (name, {name in a checkpoint: the weight, its float32 master})
+
+
+def open_weights(folder, like: dict) -> StoredWeights:
+    """Open a checkpoint. like: {name: tensor} of a model; see `read_tensors`. Weights that the model lacks
+    are not read. Reading is collective."""
+    reader = TensorReader(folder)
+    shapes = {name: tuple(entry.size) for name, entry in under_prefix(reader.entries, "model.").items()}
+
+    def read_each():
+        for name in shapes:
+            if name in like:
+                names = (f"model.{name}", f"optimizer.{name}.master_param")
+                yield name, reader.read([name for name in names if name in reader.entries], like)
+
+    return StoredWeights(shapes, read_each())
+
+
+def open_base(folder: Path, weights: dict) -> StoredWeights:
+    """Open a base, a checkpoint or a folder of Hugging Face. weights: {name: tensor} of the model."""
+    if step_of(folder) is not None:
+        return open_weights(folder, like=weights)
+    from tools.import_hf import open_model  # needs transformers
+    stored, _ = open_model(folder, rows=weights["wte.weight"].shape[0])
+    return stored
 
 
 @torch.no_grad()

@@ -3,18 +3,20 @@
 What the source lacks, such as an adapter, stays as it was initialized. The optimizer starts anew, from the
 source's float32 masters, and FP8 scales are taken over if both have the same tensors.
 """
+import itertools
 from pathlib import Path
 
 import torch
 
 from nanote import adapters, checkpoint, parallel, recipes
+from nanote.checkpoint import StoredWeights
 from nanote.tokens import check_tokenizer
 from nanote.training_state import (
     load_optimizer,
-    load_weights,
     names_of_parameters,
     under_prefix,
     weights_of,
+    write_weight,
 )
 
 
@@ -30,19 +32,26 @@ def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
     meta = checkpoint.read_meta(folder)
     check_tokenizer(config.data, tokenizer, meta["tokenizer"])
     weights = weights_of(model)
-    tensors = read_run(folder, weights)
+    parallel.on_rank0(lambda: checkpoint.verify(folder))
+    stored = checkpoint.open_weights(folder, like=weights)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
     if base is not None:  # the run has adapters of it
-        tensors = checkpoint.read_base(base, weights) | tensors
-    has_same_tensors = start_from_tensors(
-        config, model, optimizer, tensors, meta["model_config"], base or folder)
-    return meta if has_same_tensors else {}
+        stored_base = checkpoint.open_base(base, weights)
+        stored = checkpoint.StoredWeights(
+            stored_base.shapes | stored.shapes, itertools.chain(stored_base.tensors, stored.tensors))
+    has_same_tensors = start_from_weights(
+        config, model, optimizer, stored, meta["model_config"], base or folder)
+    if not has_same_tensors:
+        return {}
+    recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
+    return meta
 
 
 @torch.no_grad()
-def start_from_tensors(config, model, optimizer, tensors: dict, source_config: dict, base: Path) -> bool:
-    """Copy the tensors of --init-from, named as in a checkpoint, to a new run's model. Print which were
-    found, and return whether source and model have the same. Collective.
+def start_from_weights(config, model, optimizer, stored: StoredWeights, source_config: dict,
+                       base: Path) -> bool:
+    """Copy the weights of --init-from to a new run's model, one at a time. Print which were found, and return
+    whether source and model have the same. Collective.
 
     source_config: the fields of the config of the source's model.
     base: the folder of the weights, which a run of adapters does not store again.
@@ -50,48 +59,47 @@ def start_from_tensors(config, model, optimizer, tensors: dict, source_config: d
     source = config.init_from
     print_differences(source, model.config, source_config)
     weights = weights_of(model)
-    found = under_prefix(tensors, "model.")
+    found = stored.shapes
     check_tensor_shapes(source, found, weights)
     if parallel.rank() == 0:
         print_found(source, found, weights)
-    has_same_tensors = found.keys() == weights.keys()
-    if has_same_tensors:
-        recipes.set_state(model, under_prefix(tensors, "fp8."))
-    stored = checkpoint.local_parts(tensors)
     names = names_of_parameters(weights)
     in_optimizer = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    for name, weight in weights.items():
-        if name not in found:
-            stored[f"model.{name}"] = parallel.local_part(weight)  # stays as initialized
+    trained = {}  # what load_optimizer takes
+    for name in in_optimizer:
+        trained[f"model.{name}"] = parallel.local_part(weights[name])  # as initialized, if it is not found
+    for name, tensors in stored.tensors:
+        if name not in weights:
             continue
-        stored[f"model.{name}"] = parallel.local_part(parallel.sharded_like(weight, found[name]))
-        if weight.dtype != torch.float32 and name in in_optimizer:
-            # load_weights takes the master: the source's bits, not rounded
-            stored.setdefault(f"optimizer.{name}.master_param", stored[f"model.{name}"].float())
-    load_weights(model, stored)
-    load_optimizer(optimizer, model, stored)
+        weight = weights[name]
+        values = parallel.local_part(parallel.sharded_like(weight, tensors[f"model.{name}"]))
+        master = tensors.get(f"optimizer.{name}.master_param")
+        if master is not None:
+            master = parallel.local_part(master)
+        if name in in_optimizer:
+            trained[f"model.{name}"] = values
+            if master is None and weight.dtype != torch.float32:
+                master = values.float()  # the source's bits, not rounded
+            if master is not None:
+                trained[f"optimizer.{name}.master_param"] = master
+        write_weight(weight, values if master is None else master)
+    load_optimizer(optimizer, model, trained)
     if adapters.trains_only_adapters(model):
         checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
         names = frozenset(name for name in found.keys() & weights.keys() if adapters.MARK not in name)
         model.base_of_adapters = adapters.Base(base, checksum, names)
-    return has_same_tensors
-
-
-def read_run(folder: Path, weights: dict) -> dict:
-    """Return the weights, their float32 masters and the FP8 state of a checkpoint. Collective."""
-    parallel.on_rank0(lambda: checkpoint.verify(folder))
-    masters = [f"optimizer.{name}.master_param" for name in weights]
-    return checkpoint.read_tensors(folder, ("model.", "fp8.", *masters), like=weights)
+    return found.keys() == weights.keys()
 
 
 def check_tensor_shapes(source: str, found: dict, weights: dict) -> None:
-    """Raise ValueError if no tensor of the source is in the model, or one of another shape."""
+    """Raise ValueError if no tensor of the source is in the model, or one of another shape. found: {name:
+    shape}."""
     common = sorted(found.keys() & weights.keys())
     if not common:
         raise ValueError(f"--init-from {source}: none of its tensors ({shortened(found)}) is in the model "
                          f"({shortened(weights)}); name a model of the same file")
     for name in common:
-        there = tuple(found[name].shape)
+        there = found[name]
         here = tuple(weights[name].shape)
         if there != here:
             raise ValueError(f"--init-from {source}: {name} is {there} there and {here} in the model; pass "

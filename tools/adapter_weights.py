@@ -72,9 +72,10 @@ class FolderWeights(LazyTensors):
     """The weights of a Hugging Face folder under the names of the optimized model. Holds all in memory."""
 
     def __init__(self, folder: Path, rows: int):
-        from tools.import_hf import read_model  # which imports export_hf
-        self.names, _ = read_model(folder, rows)
-        self.shapes = {name: tuple(weight.shape) for name, weight in self.names.items()}
+        from tools.import_hf import open_model  # which imports export_hf
+        stored, _ = open_model(folder, rows)
+        self.shapes = stored.shapes
+        self.names = {name: tensors[f"model.{name}"] for name, tensors in stored.tensors}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.names[name]

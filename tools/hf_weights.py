@@ -275,9 +275,7 @@ def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, tor
     check_headers(tensors.headers, stored_names, specs, config, folder)
     for spec in specs:
         weight = read_weight(tensors, stored_names, spec)
-        # a GPT-2 without biases drops theirs, which must be zeros
-        is_dropped = spec.is_bias and not (config.bias or config.qkv_bias)
-        if not is_dropped:
+        if not is_dropped(spec, config):
             yield spec.name, weight
         elif weight.any():
             name, _ = spec.parts[-1]
@@ -285,6 +283,11 @@ def from_hf(tensors, config, vocab_size: int, folder) -> Iterator[tuple[str, tor
                              "bias false; remove that entry")
     if config.tie_embeddings and "lm_head.weight" in stored_names:
         check_tied_head(tensors, stored_names, specs[0], folder)
+
+
+def is_dropped(spec: WeightSpec, config) -> bool:
+    """Return whether a GPT-2 without biases lacks this one of a folder, which must be zeros."""
+    return spec.is_bias and not (config.bias or config.qkv_bias)
 
 
 def names_with_prefix(tensors, config) -> dict[str, str]:

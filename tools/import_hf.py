@@ -131,13 +131,19 @@ def has_chat_template(folder: Path) -> bool:
     return has_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
-def read_model(folder: Path, rows: int):
-    """Return the weights of the folder under the optimized model's names, its embeddings padded to `rows`,
-    and the fields of its architecture."""
+def open_model(folder: Path, rows: int):
+    """Return the StoredWeights of the folder under the optimized model's names, its embeddings padded to
+    `rows`, and the fields of its architecture."""
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
     model_config = make_model_config(options, folder / "config.json")
-    return dict(padded_weights(folder, model_config, hf.vocab_size, rows)), vars(model_config)
+    shapes = {}
+    for spec in hf_weights.weight_specs(model_config, max(rows, hf.vocab_size)):
+        if not hf_weights.is_dropped(spec, model_config):
+            shapes[spec.name] = spec.shape
+    weights = padded_weights(folder, model_config, hf.vocab_size, rows)
+    tensors = ((name, {f"model.{name}": weight}) for name, weight in weights)
+    return checkpoint.StoredWeights(shapes, tensors), vars(model_config)
 
 
 def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> Iterator[tuple]:
