@@ -1,15 +1,16 @@
 """Measure full fine-tuning beside transformers' own model, on a GPU: tokens/s of published shapes. And
-adapters beside weights that are frozen in FP8: memory and tokens/s.
+adapters beside weights that are frozen in FP8, beside PEFT's: memory and tokens/s.
 
     python bench/finetune.py --json results/finetune.json
     python bench/finetune.py --settings qwen2.5-0.5b-llmq --arms fp8 --steps 10
-    python bench/finetune.py --arms fp8-adapters fp8-frozen fp8-frozen_transposes --json results/finetune.json
+    python bench/finetune.py --settings llama-3.1-8b llama-3-70b --json results/finetune.json
 
 Weights are random, and the same in both. Peer: `AutoModelForCausalLM.from_config` in BF16, torch.compile,
 PyTorch's fused AdamW, gradients clipped at 1.0. So its moments are BF16, and it has no float32 masters. This
 kit has masters, and float32 moments unless `moment_dtype` of a row says bfloat16.
 
 - transformers-sdpa, transformers-flash_attention_4    the peer, the second if it and flash-attn-4 are there
+- peft-sdpa, peft-flash_attention_4                    that model with PEFT's LoRA of the same rank and layers
 - bf16, fp8, fp8-loss4 …                               this kit: the arms of benchmark_te.py --help
 - …-adapters                                           the edit lora: trains adapters, the rest is in BF16
 - …-frozen, …-frozen_transposes                        the rest is in FP8 alone, without and with transposes
@@ -19,8 +20,11 @@ step over theirs. Llama-3 8B fills a GPU, so there each arm is timed alone. `att
 of the kernels in a profile of one step. Numerics are checked before anything is timed: equal weights have
 equal losses and gradient norms.
 
-Arms that train adapters have no peer: they do less work. Their `peak_gib` leaves out the creation of the
-model.
+Arms that train adapters do less work, so their peer is PEFT: LoRA of rank 16 beside all linear layers of the
+blocks, in BF16 (`autocast_adapter_dtype=False`; PEFT's default is float32), compiled and trained as above,
+from the same base and adapters. q, k and v share one matrix a here, and gate and up; in PEFT each has its
+own, so `trained_parameters` differ. `ratio_to_peft` is the faster peer's median step over an arm's, and
+`ratio_to_full` the speed over that of the fastest arm that trains all weights. llama-3-70b has no peer.
 
 The settings …-llmq are llmq's, and have no peer here: sequence length 1,024, 524,288 tokens a step, BF16
 moments, micro-batches of 32 (0.5B) and 16 (1.5B). `ratio_to_llmq` is the speed over its rates on one H100,
@@ -53,9 +57,10 @@ from bench.step import Training, arm_config, free, make_batches
 from nanote import models
 from nanote.command import parse, require_at_least, run_command
 from nanote.config import TrainConfig
-from tools import hf_weights
+from tools import adapter_weights, hf_weights
 
 RATIO = "ratio_to_transformers"
+RATIO_TO_PEFT = "ratio_to_peft"
 
 
 @dataclass
@@ -66,15 +71,24 @@ class Setting:
     grad_accum: int = 1
     moment_dtype: str = "float32"  # of this kit
     peer: Literal["in turns", "alone", "none"] = "in turns"  # how transformers' model is timed
+    has_peft: bool = True  # whether arms that train adapters take turns with PEFT
+    arms: tuple[str, ...] = ("bf16", "fp8")
     llmq_rates: dict = dataclasses.field(default_factory=dict)  # {precision: llmq's tokens/s on one H100}
 
 
-LLMQ = dict(seq_len=1024, moment_dtype="bfloat16", peer="none")
+LLMQ = dict(seq_len=1024, moment_dtype="bfloat16", peer="none", has_peft=False)
 SETTINGS = {
     "qwen2.5-0.5b": Setting("qwen2.5-0.5b", 4),
     "qwen2.5-1.5b": Setting("qwen2.5-1.5b", 2),
     "llama-3.2-1b": Setting("llama-3.2-1b", 2),
     "llama-3-8b": Setting("llama-3-8b", 1, moment_dtype="bfloat16", peer="alone"),
+    "llama-3.1-8b": Setting(
+        "llama-3.1-8b", 1, moment_dtype="bfloat16", peer="none",
+        arms=("fp8", "fp8-frozen", "fp8-frozen_transposes", "fp8-checkpointing-frozen",
+              "fp8-checkpointing-loss8-frozen")),
+    "llama-3-70b": Setting(
+        "llama-3-70b", 1, peer="none", has_peft=False,
+        arms=("fp8-checkpointing-frozen", "fp8-checkpointing-loss8-frozen")),
     "qwen2.5-0.5b-llmq": Setting(
         "qwen2.5-0.5b", 32, grad_accum=16, llmq_rates={"fp8": 164e3, "bf16": 149e3}, **LLMQ),
     "qwen2.5-1.5b-llmq": Setting(
@@ -83,13 +97,16 @@ SETTINGS = {
 ON_CPU = dict(micro_batch_size=2, seq_len=32)
 # {word that ends the name of an arm: field lora_base of the edit lora}
 ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_twice"}
+RANK = 16  # of the adapters
+ALPHA = 32
 ADAPTERS_LR = 2.0**-9  # of the steps that must lower the loss, which those of measure.py hardly move
 
 
 @dataclass
 class Options:
     settings: tuple[Literal[tuple(SETTINGS)], ...] = tuple(SETTINGS)  # Models and sequence lengths.
-    arms: tuple[str, ...] = ("bf16", "fp8")  # Of this kit; python benchmark_te.py --help lists them.
+    # Of this kit; python benchmark_te.py --help lists them. None: those of each setting.
+    arms: tuple[str, ...] | None = None
     steps: int = 60  # Steps to time, of each arm.
     compile: bool = True  # torch.compile transformers' model.
     json: Path | None = None  # Write the rows here; those of other settings in the file stay.
@@ -124,14 +141,26 @@ def make_peer(hf_config, attention: str, compiles: bool, config, device, batches
         attention: its implementation, of `attention_names`.
         config: train.py's options of the same network.
     """
+    model = make_transformers_model(hf_config, attention, device)
+    copy_weights(first_weights(config, device), model, config)
+    return train_transformers_model(model, attention, compiles, config, device)
+
+
+def make_transformers_model(hf_config, attention: str, device):
+    """Return a new model of transformers, in BF16 on a GPU."""
     import transformers
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     hf_config = copy.deepcopy(hf_config)  # the model keeps it, and its attention is a field of it
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
+        return transformers.AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention)
-    copy_weights(first_weights(config, device), model, config)
+
+
+def train_transformers_model(model, attention: str, compiles: bool, config, device) -> TransformersTraining:
+    """Return the training of a model of transformers."""
+    import transformers
+
     optimizer = make_adamw(model, config)
     net = torch.compile(model, dynamic=False) if compiles else model
     training = TransformersTraining(model.train(), net, optimizer, config, device)
@@ -185,26 +214,47 @@ def trains_adapters(arm: str) -> bool:
     return split_arm(arm)[1] is not None
 
 
-def make_adapters(config, device, batches) -> Training:
-    """Make the training of adapters. Its memory peak leaves out what was allocated here."""
-    training = Training(config, device, batches)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def adapters_config(config, lora_base: str, device, folder: Path) -> TrainConfig:
+    """Return the options that train the edit lora, whose model file is written to a folder."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, _ = models.pick_model(dataclasses.asdict(config), device, dtype)
+    (folder / model).mkdir(exist_ok=True)
+    path = edits.edited_file(model, "lora", folder / model)
+    settings = ((f"lora_base={lora_base}",), (f"lora_rank={RANK}",), (f"lora_alpha={ALPHA}",))
+    return dataclasses.replace(config, model=f"{path}:{edits.CLASSES[model]}", set=settings)
+
+
+def measure_adapters(arm: str, config, timing, folder: Path, peer=None, agreement=None):
+    """Measure an arm that trains adapters -> (figures, training). peer: the training that takes turns with
+    it."""
+    rest, word = split_arm(arm)
+    config = adapters_config(arm_config(rest, config), ADAPTERS[word], timing.device, folder)
+    return measure.measure(arm, config, Training, timing, peer, agreement)
+
+
+def make_peft(hf_config, attention: str, compiles: bool, config, device, batches=None):
+    """Make the TransformersTraining of PEFT's adapters that begins with the weights and adapters of this
+    kit's arms. config: of `adapters_config`. The others are those of `make_peer`."""
+    import peft
+
+    model = make_transformers_model(hf_config, attention, device)
+    weights = first_weights(config, device)
+    copy_weights(weights, model, config)
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear")
+    wrapper = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)  # changes the model's layers
+    adapters = adapter_weights.Adapters(weights, RANK, ALPHA)
+    tensors = dict(adapter_weights.peft_tensors(adapters, measure.model_config_of(config), config.vocab_size))
+    peft.set_peft_model_state_dict(wrapper, tensors)
+    training = train_transformers_model(model, attention, compiles, config, device)
+    training.kernels = f"peft {peft.__version__}, {training.kernels}"
     return training
 
 
-def measure_adapters(arm: str, config, timing):
-    """Measure an arm that trains adapters -> (figures, training)."""
-    rest, word = split_arm(arm)
-    config = arm_config(rest, config)
-    dtype = torch.bfloat16 if timing.device.type == "cuda" else torch.float32
-    model, _ = models.pick_model(dataclasses.asdict(config), timing.device, dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        path = edits.edited_file(model, "lora", Path(folder))
-        settings = ((f"lora_base={ADAPTERS[word]}",),)
-        config = dataclasses.replace(config, model=f"{path}:{edits.CLASSES[model]}", set=settings)
-        agreement = measure.Agreement(lr=ADAPTERS_LR)
-        return measure.measure(arm, config, make_adapters, timing, agreement=agreement)
+def describe_adapters(training) -> dict:
+    """Return what a row of adapters says beside others. Its mfu would count wgrad GEMMs of all weights."""
+    trained = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
+    return {"trained_parameters": trained, "lora_rank": RANK, "mfu": None}
 
 
 # ---------------------------------------------------------------- rows
@@ -233,49 +283,70 @@ def compare_with_llmq(setting: Setting, arm: str, figures: dict) -> dict:
     return {"llmq_tokens_per_s": rate, "ratio_to_llmq": figures["tokens_per_s"] / rate}
 
 
-def measure_peers(setting: Setting, hf_config, compiles: bool, config, timing, agreement):
-    """Measure transformers' model with each attention -> (figures of each, the faster training or None)."""
+def measure_peers(name: str, make, setting: Setting, compiles: bool, config, timing, agreement):
+    """Measure transformers' model with each attention -> (figures of each, the fastest training or None).
+
+    name: of the rows, without the attention. make: returns the training, from (attention, config, device,
+    batches).
+    """
     fastest = None
     fastest_ms = None
     all_figures = []
     for attention in attention_names():
-        make = partial(make_peer, hf_config, attention, compiles)
         figures, training = measure.attempt(
-            measure.measure, f"transformers-{attention}", config, make, timing, None, agreement)
+            measure.measure, f"{name}-{attention}", config, partial(make, attention, compiles), timing, None,
+            agreement)
         figures |= {"attention": attention, "compiled": compiles}
         if training is not None:
             dtype = next(training.model.parameters()).dtype  # AdamW's moments have it, too
             figures["moment_dtype"] = str(dtype).removeprefix("torch.")
             figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
+            if name == "peft":
+                figures |= describe_adapters(training)
             if fastest_ms is None or figures["ms"] < fastest_ms:
                 fastest_ms = figures["ms"]
-                fastest = training if setting.peer == "in turns" else None
+                takes_turns = name == "peft" or setting.peer == "in turns"
+                fastest = training if takes_turns else None
         del training  # or its memory would be taken while the next one is measured
         all_figures.append(figures)
     for figures in all_figures:
         if "ms" in figures:
-            figures[RATIO] = fastest_ms / figures["ms"]
+            figures[timing.ratio] = fastest_ms / figures["ms"]
     return all_figures, fastest
 
 
 def measure_setting(setting: Setting, hf_config, options: Options, timing):
     """Measure transformers' model and this kit's arms. Yields the figures of each."""
-    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
     torch._dynamo.config.recompile_limit = 64  # for a peer whose layers have graph breaks
+    arms = setting.arms if options.arms is None else options.arms
+    adapter_arms = [arm for arm in arms if trains_adapters(arm)]
+    full_arms = [arm for arm in arms if not trains_adapters(arm)]
+    tokens_per_s = []  # of the arms that train all weights
+    if full_arms or not adapter_arms:
+        for figures in measure_full(setting, hf_config, full_arms, options, timing):
+            if figures["arm"] in full_arms and "tokens_per_s" in figures:
+                tokens_per_s.append(figures["tokens_per_s"])
+            yield figures
+    for figures in measure_lora(setting, hf_config, adapter_arms, options, timing):
+        if trains_adapters(figures["arm"]) and "tokens_per_s" in figures and tokens_per_s:
+            figures["ratio_to_full"] = figures["tokens_per_s"] / max(tokens_per_s)
+        yield figures
+
+
+def measure_full(setting: Setting, hf_config, arms: list[str], options: Options, timing):
+    """Measure transformers' model and the arms that train all weights. Yields the figures of each."""
+    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
     config = train_config(setting, hf_config)
     agreement = measure.Agreement()
     peer = None
     peer_ms = None
-    only_adapters = len(options.arms) > 0 and all(map(trains_adapters, options.arms))
-    if setting.peer != "none" and not only_adapters:
-        peers, peer = measure_peers(setting, hf_config, options.compile, config, timing, agreement)
+    if setting.peer != "none":
+        make = partial(make_peer, hf_config)
+        peers, peer = measure_peers(
+            "transformers", make, setting, options.compile, config, timing, agreement)
         peer_ms = min((figures["ms"] for figures in peers if "ms" in figures), default=None)
         yield from peers
-    for arm in options.arms:
-        if trains_adapters(arm):
-            figures, _ = measure.attempt(measure_adapters, arm, config, timing)
-            yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": False}
-            continue
+    for arm in arms:
         figures, training = measure.attempt(measure.measure_arm, arm, config, timing, peer, agreement)
         if training is not None:
             figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
@@ -284,6 +355,31 @@ def measure_setting(setting: Setting, hf_config, options: Options, timing):
         del training
         figures |= compare_with_llmq(setting, arm, figures)
         yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": peer is not None}
+
+
+def measure_lora(setting: Setting, hf_config, arms: list[str], options: Options, timing):
+    """Measure PEFT and the arms that train adapters. Yields the figures of each."""
+    torch._dynamo.reset()
+    timing = dataclasses.replace(timing, ratio=RATIO_TO_PEFT)
+    config = train_config(setting, hf_config)
+    batches = make_batches(config, timing.device)
+    agreement = measure.Agreement(lr=ADAPTERS_LR)
+    peer = None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if setting.has_peft and arms:
+            peers, peer = measure_peers(
+                "peft", partial(make_peft, hf_config), setting, options.compile,
+                adapters_config(config, "bf16", timing.device, folder), timing, agreement)
+            yield from peers
+        for arm in arms:
+            figures, training = measure.attempt(
+                measure_adapters, arm, config, timing, folder, peer, agreement)
+            if training is not None:
+                figures["attention_kernels"] = attention_kernels(training, batches)
+                figures |= describe_adapters(training)
+            del training
+            yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": peer is not None}
 
 
 def main(argv=None) -> None:
@@ -295,7 +391,7 @@ def main(argv=None) -> None:
         print("no GPU: tiny shapes, and the times mean nothing")
     rows = Rows(options.json, ("setting", "arm"), "bench/finetune.py", argv)
     timing = measure.Timing(device, options.steps, phases=0, ratio=RATIO)
-    for arm in options.arms:
+    for arm in options.arms or ():
         check_arm(arm)
     for name in options.settings:
         setting = SETTINGS[name]

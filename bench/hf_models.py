@@ -13,10 +13,12 @@ QWEN = dict(model_type="qwen2", num_key_value_heads=2, vocab_size=151936, rope_t
 LARGE_QWEN = QWEN | dict(vocab_size=152064, max_position_embeddings=131072, tie_word_embeddings=False)
 LLAMA = dict(model_type="llama", num_key_value_heads=8, vocab_size=128256, rope_theta=5e5, rms_norm_eps=1e-5,
              max_position_embeddings=8192, tie_word_embeddings=False)
-LLAMA_3_2 = LLAMA | dict(
-    max_position_embeddings=131072, tie_word_embeddings=True,
-    rope_parameters=dict(rope_type="llama3", rope_theta=5e5, factor=32.0, low_freq_factor=1.0,
+LLAMA_3_1 = LLAMA | dict(
+    max_position_embeddings=131072,
+    rope_parameters=dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
                          high_freq_factor=4.0, original_max_position_embeddings=8192))
+LLAMA_3_2 = LLAMA_3_1 | dict(
+    tie_word_embeddings=True, rope_parameters=LLAMA_3_1["rope_parameters"] | dict(factor=32.0))
 
 
 def sizes(layers: int, width: int, heads: int, inner: int) -> dict:
@@ -32,6 +34,7 @@ MODELS = {
     "qwen2.5-3b": QWEN | sizes(36, 2048, 16, 11008),
     "qwen2.5-7b": LARGE_QWEN | sizes(28, 3584, 28, 18944) | dict(num_key_value_heads=4),
     "llama-3-8b": LLAMA | sizes(32, 4096, 32, 14336),
+    "llama-3.1-8b": LLAMA_3_1 | sizes(32, 4096, 32, 14336),
     "qwen2.5-14b": LARGE_QWEN | sizes(48, 5120, 40, 13824) | dict(num_key_value_heads=8),
     "qwen2.5-32b": LARGE_QWEN | sizes(64, 5120, 40, 27648) | dict(num_key_value_heads=8),
     "llama-3-70b": LLAMA | sizes(80, 8192, 64, 28672),

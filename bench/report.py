@@ -30,6 +30,8 @@ PRINTED = {  # field of a row -> its text on the screen
     "ratio_to_nanogpt_bf16": "{:.3f} x nanoGPT in BF16",
     "ratio_to_transformers": "{:.3f} x transformers",
     "ratio_to_llmq": "{:.3f} x llmq",
+    "ratio_to_peft": "{:.3f} x peft",
+    "ratio_to_full": "{:.3f} x full",
     "ratio": "{:.3f} x unedited",
     "over_bf16": "{:.3f} x BF16",
     "mfu": "MFU {:.1%}",

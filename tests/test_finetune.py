@@ -67,10 +67,11 @@ def test_rows_compare_the_kit_with_transformers_and_llmq(tmp_path, capsys, monke
 
 @on_cpu
 @pytest.mark.parametrize("arm, frozen_in_fp8", [("fp8-adapters", 0), ("fp8-checkpointing-frozen", 4)])
-def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8):
+def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8, tmp_path):
     config = finetune.train_config(
         finetune.Setting("qwen2.5-0.5b", 2, seq_len=32), hf_models.hf_config("qwen2.5-0.5b", is_tiny=True))
-    figures, training = finetune.measure_adapters(arm, config, measure.Timing(CPU, steps=4, phases=0))
+    timing = measure.Timing(CPU, steps=4, phases=0)
+    figures, training = finetune.measure_adapters(arm, config, timing, tmp_path)
     assert figures["arm"] == arm and figures["tokens_per_s"] > 0
     assert training.model.config.gradient_checkpointing == ("checkpointing" in arm)
     assert {name.split(".")[-2] for name, p in training.model.named_parameters() if p.requires_grad} == {
@@ -79,9 +80,56 @@ def test_arms_of_adapters_train_them_alone(arm, frozen_in_fp8):
     assert sum(is_frozen_in_fp8(weight) for weight in weights) == frozen_in_fp8
 
 
+@on_cpu
+def test_peft_begins_with_the_adapters_of_the_kit(tmp_path):
+    pytest.importorskip("peft")
+    hf_config = hf_models.hf_config("llama-3.1-8b", is_tiny=True)
+    setting = finetune.Setting("llama-3.1-8b", micro_batch_size=2, seq_len=32)
+    config = finetune.adapters_config(finetune.train_config(setting, hf_config), "bf16", CPU, tmp_path)
+    [batch] = step.make_batches(config, CPU)
+    kit = step.Training(config, CPU, [batch]).model
+    peer = finetune.make_peft(hf_config, "sdpa", False, config, CPU)
+    kit(*batch).backward()
+    peer.forward(*batch).backward()
+    trained = {name: p for name, p in peer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
+    attention = "model.layers.1.self_attn"
+    ours = kit.blocks[1].attn.lora_qkv
+    for projection in ("q_proj", "k_proj", "v_proj"):
+        assert torch.equal(trained[f"{attention}.{projection}.lora_A.default.weight"], ours.a)
+    gradients = [trained[f"{attention}.{name}.lora_B.default.weight"].grad
+                 for name in ("q_proj", "k_proj", "v_proj")]
+    torch.testing.assert_close(torch.cat(gradients), ours.b.grad, rtol=1e-3, atol=1e-6)
+
+
+@on_cpu
+def test_rows_compare_adapters_with_peft_and_all_weights(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(finetune, "attention_names", lambda: ["sdpa"])
+    path = tmp_path / "finetune.json"
+    command = "--settings llama-3.1-8b --arms fp8 fp8-checkpointing-loss8-frozen --no-compile --steps 4"
+    finetune.main([*command.split(), "--json", str(path)])
+    full, peer, kit = json.loads(path.read_text())
+    assert [row["arm"] for row in (full, peer, kit)] == [
+        "fp8", "peft-sdpa", "fp8-checkpointing-loss8-frozen"]
+    assert "peft 0.21" in peer["kernels"] and peer["ratio_to_peft"] == 1
+    assert kit["loss"] == pytest.approx(peer["loss"], rel=1e-3)
+    assert kit["in_turns"] and len(kit["ratio_to_peft_interval"]) == 2
+    assert kit["ratio_to_full"] == pytest.approx(kit["tokens_per_s"] / full["tokens_per_s"], rel=1e-3)
+    of_a = 2 * 16 * 64  # in two blocks; PEFT has two more for q, k and v, and one more for gate and up
+    assert peer["trained_parameters"] == kit["trained_parameters"] + 3 * of_a
+
+
+@pytest.mark.parametrize("setting", finetune.SETTINGS.values())
+def test_the_arms_of_a_setting_are_known(setting):
+    for arm in setting.arms:
+        finetune.check_arm(arm)
+
+
 @pytest.mark.parametrize("name, parameters", [
     ("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400), ("qwen2.5-1.5b", 1_543_714_304),
     ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512), ("llama-3-8b", 8_030_261_248),
+    ("llama-3.1-8b", 8_030_261_248),
     ("qwen2.5-14b", 14_770_033_664), ("qwen2.5-32b", 32_763_876_352), ("llama-3-70b", 70_553_706_496)])
 def test_a_shape_has_the_published_number_of_parameters(name, parameters):
     assert fits.published(name).total == parameters
