@@ -117,8 +117,8 @@ class ChatTemplate:
                 encoded = self.hf_tokenizer(text, add_special_tokens=False)
         if encoded["input_ids"] != ids.tolist():
             raise ValueError(f"{conversation.where}: transformers has other tokens than "
-                             f"{self.folder}/tokenizer.json; save its tokenizer with save_pretrained and name "
-                             "that folder")
+                             f"{self.folder}/tokenizer.json; save its tokenizer with save_pretrained, and "
+                             "name that folder")
         if self.has_generation_blocks:
             is_marked = np.array(encoded["assistant_masks"], bool)  # for the ids of transformers
             is_label = self._marked_labels(conversation, ids, is_marked)
@@ -132,8 +132,8 @@ class ChatTemplate:
     def _check_contents(self, conversation):
         for index in conversation.answers():
             if re.search(self.stop_pattern, conversation.messages[index]["content"]):
-                raise ValueError(f"{conversation.place(index)}: holds {self.stop_names}, which ends an answer; "
-                                 "take it out")
+                raise ValueError(f"{conversation.place(index)}: holds {self.stop_names}, which ends an "
+                                 "answer; take it out")
 
     # ------------------------------------------------------------ labels without {% generation %}
 
@@ -167,8 +167,8 @@ class ChatTemplate:
     # ------------------------------------------------------------ labels with {% generation %}
 
     def _marked_labels(self, conversation, ids, is_marked):
-        """Return whether each token is a label, bool (n,): those of each answer's {% generation %} block up to
-        a stop token, which may follow the block. is_marked: whether a token is in a block."""
+        """Return whether each token is a label, bool (n,): those of each answer's {% generation %} block up
+        to a stop token, which may follow the block. is_marked: whether a token is in a block."""
         where = conversation.where
         if not is_marked.any():
             raise ValueError(f"{where}: no {{% generation %}} block was rendered; put one around the content "
@@ -180,8 +180,8 @@ class ChatTemplate:
         if len(runs) != len(marked):
             marked = answers
         if len(runs) != len(marked):
-            raise ValueError(f"{where}: the chat template marks {len(runs)} texts with {{% generation %}}, but "
-                             f"there are {len(answers)} answers; let it mark each answer once")
+            raise ValueError(f"{where}: the chat template renders {len(runs)} {{% generation %}} blocks for "
+                             f"{len(answers)} answers; let it mark each answer once")
         is_label = np.zeros(len(ids), bool)
         for index, (start, end) in zip(marked, runs):
             if index in answers:

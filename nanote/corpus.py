@@ -86,12 +86,12 @@ def sft_documents(rows, columns, left_out):
         if row_kind is None:
             missing = [name for name in columns if name not in row]
             if missing and kind != "pairs":
-                raise RowError(f"{where}: {no_column(missing[0], row)}, or {WRITE_MESSAGES}")
+                raise RowError(f"{where}: {no_column(missing[0], row)}, or {messages_advice(columns)}")
             left_out["rows without text"] += 1
             continue
         if kind not in (None, row_kind):
-            raise RowError(f"{where}: the rows before hold {kind}, this one {row_kind}; make a folder of token "
-                           "files of each kind")
+            raise RowError(f"{where}: the rows before hold {kind}, this one {row_kind}; make a folder of "
+                           "token files of each kind")
         kind = row_kind
         if kind == "conversations":
             yield Conversation(row[MESSAGES], where)
@@ -117,6 +117,10 @@ def no_column(name, names):
     return f"no column {name!r} in {', '.join(names)}; name one with --column"
 
 
+def messages_advice(columns):
+    return WRITE_MESSAGES if columns == PAIR else "leave it out to read messages"
+
+
 def check_texts(texts, columns, where):
     for name, text in zip(columns, texts):
         if not isinstance(text, str):
@@ -130,7 +134,7 @@ def dataset_rows(rows, columns, where):
     for batch in rows.iter(1000):
         missing = [name for name in columns if name not in batch]
         if missing and MESSAGES not in batch:  # another kind of file, which is skipped in a folder
-            raise ValueError(f"{no_column(missing[0], batch)}, or {WRITE_MESSAGES}")
+            raise ValueError(f"{no_column(missing[0], batch)}, or {messages_advice(columns)}")
         for values in zip(*batch.values()):
             number += 1
             row = dict(zip(batch, values))

@@ -111,10 +111,10 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                  source="", left_out=None, answers_only=False):
     """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
 
-    A document goes to `val` if the hash of its text (of its first piece, or of a conversation's first prompt) as
-    a number in [0, 1) is below `val_fraction`: the same document has the same split in every corpus. If that
-    leaves a split empty, the last `val_fraction` of the tokens are `val`. After ValueError or OSError
-    `out_dir` is as it was.
+    A document goes to `val` if the hash of its text (of its first piece, or of a conversation's first prompt)
+    as a number in [0, 1) is below `val_fraction`: the same document has the same split in every corpus. If
+    that leaves a split empty, the last `val_fraction` of the tokens are `val`, in whole conversations.
+    After ValueError or OSError `out_dir` is as it was.
     source, left_out: what the documents are and what was skipped, for meta.json.
     answers_only: write masks, for documents that are prompts and answers, or conversations.
     """
