@@ -84,8 +84,10 @@ def sft_documents(rows, columns, left_out):
     for where, row in rows:
         row_kind = kind_of(row, columns)
         if row_kind is None:
+            if kind == "conversations":
+                raise RowError(f"{where}: no field {MESSAGES!r}; {WRITE_MESSAGES}")
             missing = [name for name in columns if name not in row]
-            if missing and kind != "pairs":
+            if missing and kind is None:
                 raise RowError(f"{where}: {no_column(missing[0], row)}, or {messages_advice(columns)}")
             left_out["rows without text"] += 1
             continue

@@ -228,8 +228,8 @@ def tokenize_conversations(documents, template, val_fraction, pool):
         fraction = hash_fraction(encode_text(conversation.first_prompt()))
         mask = np.where(is_label, LABEL, 0).astype(np.uint8)
         mask[0] = FIRST_TOKEN
-        num_bytes = len(encode_text(text))
-        return TokenizedPart(split_of(fraction, val_fraction), True, num_bytes, tokens, mask)
+        return TokenizedPart(split=split_of(fraction, val_fraction), is_first=True,
+                             num_bytes=len(encode_text(text)), tokens=tokens, mask=mask)
 
     yield from map_in_pool(pool, tokenize, documents)
 

@@ -107,7 +107,7 @@ def runs_of_labels(tokens, is_label):
     ("marked", MARKED, "<|im_end|>"), ("stop after block", STOP_AFTER_BLOCK, "<|im_end|>"),
     ("newline in block", NEWLINE_IN_BLOCK, "<|im_end|>"), ("llama-2", LLAMA_2, "</s>")])
 def test_labels_are_answers_and_their_ends(name, template, end):
-    """And all tokens are those of transformers."""
+    """Of conversations whose tokens are those of transformers."""
     import transformers
     if name == "llama-2":
         Path(name).mkdir()
@@ -253,8 +253,6 @@ ANSWER = {"role": "assistant", "content": "sat"}
     (b"caf\xe9", ": not JSON ("),
     (100_000 * "[", ": not JSON ("),
     ("[1]", ": not a JSON object"),
-    ('{"id": 1}', ": no column 'prompt' in id; name one with --column, or write {\"messages\": [...]}"),
-    ('{"conversations": []}', ": no column 'prompt' in conversations; name one with --column, or write {"),
     ('{"messages": "the cat"}', ": messages 'the cat': must be a list of"),
     ('{"messages": []}', ": no message of the assistant follows"),
     (line_of(USER), ": no message of the assistant follows"),
@@ -277,6 +275,18 @@ def test_a_line_that_is_no_conversation_is_named(line, message, number, name, re
     path.write_bytes(b"\n".join(lines))
     line = refused(data.main, f"sft --out-dir set {name} --tokenizer hf:bpe", "data.py")
     assert f"{path}, line {number}{message}" in line
+
+
+@pytest.mark.parametrize("line", ['{"id": 1}', '{"conversations": []}', '{"messages": null}'])
+def test_a_line_without_a_conversation_is_named(line, refused):
+    make_tokenizer("bpe")
+    Path("first.jsonl").write_text(f"{line}\n{GOOD}")
+    Path("later.jsonl").write_text(f"{GOOD}\n{line}")
+    line = refused(data.main, "sft --out-dir set first.jsonl --tokenizer hf:bpe", "data.py")
+    assert "first.jsonl, line 1: no column 'prompt' in " in line
+    assert "; name one with --column, or write {\"messages\": [...]}" in line
+    line = refused(data.main, "sft --out-dir set later.jsonl --tokenizer hf:bpe", "data.py")
+    assert "later.jsonl, line 2: no field 'messages'; write {\"messages\": [...]}" in line
 
 
 FAILING = "{{ raise_exception('no system message') }}"
@@ -425,7 +435,7 @@ def test_a_row_with_both_kinds_is_a_pair():
 @pytest.mark.parametrize("row, options, message", [
     (CHAT_ROW, "--column ask answer", "no column 'ask' in messages; name one with --column, or leave it out"),
     ({"prompt": [USER], "answer": [ANSWER]}, "", "line 1: column 'prompt' holds [{'role': 'user', 'content': "
-     "'the cat?'}], not text; name another, or write {\"messages\": [...]}")])
+     "'the cat?'}, not text; name another, or write {\"messages\": [...]}")])
 def test_an_error_says_how_to_write_messages(row, options, message, refused):
     write_lines("rows.jsonl", [row])
     assert message in refused(data.main, f"sft rows.jsonl --out-dir set {options}", "data.py")
