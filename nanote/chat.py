@@ -88,7 +88,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.folder = str(tokenizer.folder)
         self.hf_tokenizer = load_hf_tokenizer(self.folder, where)
-        self.lock = Lock()  # for hf_tokenizer
+        self.lock = Lock()  # transformers does not promise that threads may share a tokenizer
         if not self.hf_tokenizer.chat_template:
             raise ValueError(f"{where}: {self.folder} has no chat template; {advice}")
         self.has_generation_blocks = self._has_generation_blocks(where)

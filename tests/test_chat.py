@@ -61,6 +61,7 @@ def conversation(*contents, system=None):
     return messages
 
 
+TOKEN_FILES = ("train.bin", "val.bin", "train.mask", "val.mask")
 CHATS = []
 for i in range(9):
     CHATS.append(conversation(f"the cat {i}?", f"sat {i} 🙂", "the dog?", f"{i}. too", system="the mat"))
@@ -103,9 +104,13 @@ def runs_of_labels(tokens, is_label):
 
 
 @pytest.mark.parametrize("name, template, end", [
-    ("chatml", TEMPLATE, "<|im_end|>"), ("thinking", THINKING, "<|im_end|>"),
-    ("marked", MARKED, "<|im_end|>"), ("stop after block", STOP_AFTER_BLOCK, "<|im_end|>"),
-    ("newline in block", NEWLINE_IN_BLOCK, "<|im_end|>"), ("llama-2", LLAMA_2, "</s>")])
+    ("chatml", TEMPLATE, "<|im_end|>"),
+    ("thinking", THINKING, "<|im_end|>"),
+    ("marked", MARKED, "<|im_end|>"),
+    ("stop after block", STOP_AFTER_BLOCK, "<|im_end|>"),
+    ("newline in block", NEWLINE_IN_BLOCK, "<|im_end|>"),
+    ("llama-2", LLAMA_2, "</s>")
+], ids=["chatml", "thinking", "marked", "stop-after-block", "newline-in-block", "llama-2"])
 def test_labels_are_answers_and_their_ends(name, template, end):
     """Of conversations whose tokens are those of transformers."""
     import transformers
@@ -137,8 +142,22 @@ def assert_same_token_files(name, tokenizer, other_name, other_tokenizer):
     for out_dir, file, folder in (("expected", name, tokenizer), ("found", other_name, other_tokenizer)):
         option = f"hf:{folder}" if folder else "byte"
         data.main(["sft", file, "--tokenizer", option, "--val-fraction", "0.3", "--out-dir", out_dir])
-    for file in ("train.bin", "val.bin", "train.mask", "val.mask"):
+    for file in TOKEN_FILES:
         assert Path("found", file).read_bytes() == Path("expected", file).read_bytes()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["unmarked", "marked"])
+def test_threads_make_the_same_token_files(template):
+    make_tokenizer("bpe", template=template)
+    write_chats("chats.jsonl", 5 * CHATS)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for count in (1, 8):
+        data.main(f"sft chats.jsonl --tokenizer hf:bpe --val-fraction 0.3 --num-workers {count} "
+                  f"--out-dir {count}".split())
+    sys.setswitchinterval(interval)
+    for file in TOKEN_FILES:
+        assert Path("8", file).read_bytes() == Path("1", file).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "json", "parquet", "folder"])
@@ -328,7 +347,7 @@ def test_marked_answers_follow_the_rules(template, messages, message, refused):
     assert f"chats.jsonl, {message}" in refused(data.main, f"{SFT} --tokenizer hf:bpe", "data.py")
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["unmarked", "marked"])
 def test_a_first_message_of_the_assistant_is_not_learned(template):
     make_tokenizer("bpe", template=template)
     write_chats("chats.jsonl", 2 * [[ANSWER, USER, {"role": "assistant", "content": "too"}]])
