@@ -76,8 +76,9 @@ def write_chats(path, chats=CHATS):
     write_lines(path, [{"messages": messages, "id": 1} for messages in chats])
 
 
-def make_token_files(name, tokenizer, out_dir="set"):
-    data.main(["sft", name, "--tokenizer", f"hf:{tokenizer}", "--val-fraction", "0.3", "--out-dir", out_dir])
+def make_token_files(name, tokenizer, out_dir="set", val_fraction=0.3):
+    data.main(["sft", name, "--tokenizer", f"hf:{tokenizer}", "--val-fraction", str(val_fraction),
+               "--out-dir", out_dir])
 
 
 def token_file(folder, split):
@@ -340,8 +341,10 @@ def test_a_template_that_does_not_fit_is_one_line(template, message, refused):
     (MARKED.replace("<|im_end|>{% endgen", "{% if loop.last %}<|im_end|>{% endif %}{% endgen"),
      [USER, ANSWER, USER, ANSWER], "line 1, message 2: the chat template writes no <|im_end|>"),
     (MARKED.replace("m.role == 'assistant'", "loop.last"), [USER, ANSWER, USER, ANSWER],
-     "line 1: the chat template renders 1 {% generation %} blocks for 2 answers")])
-def test_marked_answers_follow_the_rules(template, messages, message, refused):
+     "line 1: the chat template renders 1 {% generation %} blocks for 2 answers"),
+    (TEMPLATE.replace("<|im_end|>", "{% if m.role == 'user' %}<|im_end|>{% endif %}"),
+     [USER, ANSWER, USER, ANSWER], "line 1, message 2: the chat template writes no <|im_end|>")])
+def test_each_answer_follows_the_rules(template, messages, message, refused):
     make_tokenizer("bpe", template=template)
     write_chats("chats.jsonl", [messages])
     assert f"chats.jsonl, {message}" in refused(data.main, f"{SFT} --tokenizer hf:bpe", "data.py")
@@ -477,12 +480,12 @@ def test_a_first_prompt_decides_the_split():
     assert len(prompts[0]) + len(prompts[1]) == 20 and not prompts[0] & prompts[1]
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_few_conversations_are_split_whole(count):
+@pytest.mark.parametrize("count, val_fraction", [(2, 0.01), (2, 0.99), (5, 0.3)])
+def test_few_conversations_are_split_whole(count, val_fraction):
     make_tokenizer("bpe")
     chats = count * [conversation("the cat?", "sat on the mat")]  # one hash: all are in one split
     write_chats("chats.jsonl", chats)
-    make_token_files("chats.jsonl", "bpe")
+    make_token_files("chats.jsonl", "bpe", val_fraction=val_fraction)
     length = len(get_tokenizer("hf:bpe").encode("sat on the mat")) + 1
     assert len(conversations_of("set")) == count  # each split begins with one
     for _, is_label in conversations_of("set"):
