@@ -4,7 +4,7 @@
     python data.py packages                            # sources and docs of what is installed, no download
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
-    python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
+    python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; loss on answers only
     python data.py sft chats.jsonl --tokenizer hf:DIR  # conversations, in the tokenizer's chat template
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
@@ -102,8 +102,8 @@ class Hf(Options):
 @dataclass(kw_only=True)
 class Sft(Text):
     """A prompt and an answer per row, or {"messages": [{"role", "content"}, ...]} in the chat template of
-    --tokenizer hf:DIR, for finetuning: only the answers and their ends are learned."""
-    column: tuple[str, str] = ("prompt", "answer")  # Fields of the prompt and the answer.
+    --tokenizer hf:DIR, for fine-tuning: loss on answers only, including the stop token."""
+    column: tuple[str, str] = ("prompt", "answer")  # Fields of the prompt and the answer; not for messages.
 
     def columns(self):
         return list(self.column)

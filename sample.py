@@ -1,7 +1,7 @@
 """Generate text from a checkpoint, chat with it, or measure its loss on a file.
 
     python sample.py out/<run> --prompt "def main(" --temperature 0.8
-    python sample.py out/<run> --chat                  # an imported instruct model; Ctrl-D ends
+    python sample.py out/<run> --chat                  # an instruct or fine-tuned model; Ctrl-D ends
     python sample.py out/<run> --score file.txt        # nats a token, bits a byte
 
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
@@ -57,14 +57,14 @@ def load_model(options, device):
 def chat(model, tokenizer, max_new_tokens, **sampling):
     """Answer each line of stdin, a turn of the conversation. Text appears as it is generated."""
     template = ChatTemplate(tokenizer, "--chat", "pass --prompt, or import a Hugging Face model that has one")
-    question = "> " if sys.stdin.isatty() else ""
+    input_prompt = "> " if sys.stdin.isatty() else ""
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
     turns = []
 
     def show(token):
         print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
 
-    print(question, end="", flush=True)
+    print(input_prompt, end="", flush=True)
     for line in sys.stdin:
         if not line.strip():
             continue
@@ -73,7 +73,7 @@ def chat(model, tokenizer, max_new_tokens, **sampling):
         answer = generate(model, ids, max_new_tokens, stop=tokenizer.stop_tokens, on_token=show, **sampling)
         turns.append({"role": "assistant", "content": tokenizer.decode(answer, is_first=True)})
         rest = characters.decode(b"", final=True)  # of a character that has no end
-        print(f"{rest}\n{question}", end="", flush=True)
+        print(f"{rest}\n{input_prompt}", end="", flush=True)
 
 
 @torch.no_grad()

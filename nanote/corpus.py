@@ -2,7 +2,7 @@
 
 A document is a str, str pieces (a long file, or prompt and answer), a tuple (str, number in [0, 1) that
 replaces its hash), or a Conversation (nanote/chat.py). `left_out` counts what is skipped. The `datasets`
-library reads rows, but not conversations in a .jsonl file, so that a message can name the line.
+library reads rows. The .jsonl files of `data.py sft` are read here, so that errors name the line.
 """
 import io
 import json
@@ -18,13 +18,19 @@ from nanote.command import error_line
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+PAIR = ["prompt", "answer"]  # the default columns of data.py sft
 MESSAGES = "messages"  # the field of a row that holds a conversation
+WRITE_MESSAGES = 'write {"messages": [...]}'
+
+
+class RowError(ValueError):
+    """A mistake in a row of a file for data.py sft. Unlike a damaged file it is not skipped in a folder."""
 
 
 def text_documents(paths, columns, left_out):
     """Yield a document per text file, and per row (its `columns`) of files of BUILDERS and of datasets saved
     by save_to_disk; also in folders, where files that cannot be read are counted in `left_out`. With two
-    columns, for a prompt and an answer, a file that lacks one of them may have conversations."""
+    columns, for the prompts and answers of data.py sft, see `sft_documents`."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
@@ -34,6 +40,8 @@ def text_documents(paths, columns, left_out):
         for source in sources_below(path):
             try:
                 yield from documents_of(source, columns, left_out)
+            except RowError:
+                raise
             except ValueError:
                 if source == path:  # a saved dataset that the user has named
                     raise
@@ -46,11 +54,12 @@ def documents_of(path, columns, left_out):
         yield from dataset_documents(path, columns, left_out)
         return
     suffix = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
-    if suffix == ".jsonl" and has_conversations(first_row(path), columns):
-        yield from conversation_lines(path)
-    elif suffix in BUILDERS and os.path.getsize(path) > 0:  # `datasets` refuses an empty file
+    is_empty = os.path.getsize(path) == 0  # `datasets` refuses an empty file
+    if suffix == ".jsonl" and is_sft(columns) and not is_empty:
+        yield from sft_documents(json_lines(path), columns, left_out)
+    elif suffix in BUILDERS and not is_empty:
         yield from dataset_documents(BUILDERS[suffix], columns, left_out, [path], streaming=True)
-    elif len(columns) > 1:
+    elif is_sft(columns):
         raise ValueError(f"{path}: holds no rows; name .jsonl, .json, .csv or .parquet files")
     else:
         pieces = text_pieces(path)
@@ -58,29 +67,94 @@ def documents_of(path, columns, left_out):
         yield chain([first], pieces)
 
 
-def has_conversations(names, columns):
-    """Return whether rows with fields of these names hold conversations. A prompt and an answer go first."""
-    return len(columns) == 2 and MESSAGES in names and not set(columns) <= set(names)
+# ---------------------------------------------------------------- rows of data.py sft
+
+def is_sft(columns):
+    """Return whether the columns are those of a prompt and an answer."""
+    return len(columns) == 2
 
 
-def first_row(path):
-    """Return the first object of a .jsonl file, {} if it has none."""
+def sft_documents(rows, columns, left_out):
+    """Yield the texts in two `columns` of each row, or its Conversation, but not both kinds from one file.
+
+    rows: (its file and line, the dict). A row with both kinds is a prompt and an answer. Conversations are
+    read only with the default columns.
+    """
+    kind = None  # of the rows before
+    for where, row in rows:
+        row_kind = kind_of(row, columns)
+        if row_kind is None:
+            if kind == "conversations":
+                raise RowError(f"{where}: no field {MESSAGES!r}; {WRITE_MESSAGES}")
+            missing = [name for name in columns if name not in row]
+            if missing and kind is None:
+                raise RowError(f"{where}: {no_column(missing[0], row)}, or {messages_advice(columns)}")
+            left_out["rows without text"] += 1
+            continue
+        if kind not in (None, row_kind):
+            raise RowError(f"{where}: the rows before hold {kind}, this one {row_kind}; make a folder of "
+                           "token files of each kind")
+        kind = row_kind
+        if kind == "conversations":
+            yield Conversation(row[MESSAGES], where)
+            continue
+        texts = [row[name] for name in columns]
+        if all(texts):
+            check_texts(texts, columns, where)
+            yield texts
+        else:
+            left_out["rows without text"] += 1
+
+
+def kind_of(row, columns):
+    """Return what a row holds: pairs, conversations, or None if a field is missing."""
+    if all(row.get(name) is not None for name in columns):
+        return "pairs"
+    if columns == PAIR and row.get(MESSAGES) is not None:
+        return "conversations"
+    return None
+
+
+def no_column(name, names):
+    return f"no column {name!r} in {', '.join(names)}; name one with --column"
+
+
+def messages_advice(columns):
+    return WRITE_MESSAGES if columns == PAIR else "leave it out to read messages"
+
+
+def check_texts(texts, columns, where):
+    for name, text in zip(columns, texts):
+        if not isinstance(text, str):
+            raise RowError(f"{where}: column {name!r} holds {str(text)[:40]}, not text; name another, or "
+                           f"{WRITE_MESSAGES}")
+
+
+def dataset_rows(rows, columns, where):
+    """Yield (the file and number, the dict) of each row of a dataset, which has None for a missing field."""
+    number = 0
+    for batch in rows.iter(1000):
+        missing = [name for name in columns if name not in batch]
+        if missing and MESSAGES not in batch:  # another kind of file, which is skipped in a folder
+            raise ValueError(f"{no_column(missing[0], batch)}, or {messages_advice(columns)}")
+        for values in zip(*batch.values()):
+            number += 1
+            row = dict(zip(batch, values))
+            if isinstance(row.get(MESSAGES), list):
+                row[MESSAGES] = [decoded_message(message) for message in row[MESSAGES]]
+            yield f"{where}, row {number}", row
+
+
+def decoded_message(message):
+    """Return a message that `datasets` may hold as JSON, which it does if messages have different fields."""
     try:
-        return next(json_lines(path), ("", {}))[1]
-    except ValueError:  # `datasets` may read it, or say what is wrong
-        return {}
-
-
-def conversation_lines(path):
-    """Yield the Conversation in each line of a .jsonl file."""
-    for where, row in json_lines(path):
-        if MESSAGES not in row:
-            raise ValueError(f"{where}: no field {MESSAGES!r}; make a folder of each kind of file")
-        yield Conversation(row[MESSAGES], where)
+        return json.loads(message) if isinstance(message, str) else message
+    except ValueError:
+        return message
 
 
 def json_lines(path):
-    """Yield (the file and line for messages, the object in it) of each line that is not empty."""
+    """Yield (the file and line, the dict in it) of each line that is not empty."""
     try:
         with io.BufferedReader(pyarrow.input_stream(path)) as file:  # which decompresses .gz and .zst
             for number, line in enumerate(file, 1):
@@ -88,17 +162,20 @@ def json_lines(path):
                     where = f"{path}, line {number}"
                     yield where, json_object(line, where)
     except OSError as error:
-        raise ValueError(f"{path}: {error_line(error)}") from error
+        raise RowError(f"{path}: {error_line(error)}") from error
 
 
 def json_object(line, where):
     try:
         row = json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
-        raise ValueError(f"{where}: not JSON ({error_line(error)})") from error
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise RowError(f"{where}: not JSON ({error_line(error)})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: not a JSON object; write {{\"{MESSAGES}\": [...]}}")
+        raise RowError(f"{where}: not a JSON object; {WRITE_MESSAGES}")
     return row
+
+
+# ---------------------------------------------------------------- files and folders
 
 
 def sources_below(folder):
@@ -152,23 +229,22 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
             rows = saved_rows(datasets.load_from_disk(path), split, data_files, options.get("name"))
         else:
             rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
-        yield from row_documents(rows, columns, left_out, where)
+        if is_sft(columns):
+            yield from sft_documents(dataset_rows(rows, columns, where), columns, left_out)
+        else:
+            yield from row_documents(rows, columns, left_out)
+    except RowError:
+        raise
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         raise ValueError(f"{where}: {error_line(error.__cause__ or error)}") from error
 
 
-def row_documents(rows, columns, left_out, where):
-    """Yield the texts in `columns` of each row of a dataset, or its Conversation. where: for messages."""
-    num_rows = 0
+def row_documents(rows, columns, left_out):
+    """Yield the texts in `columns` of each row of a dataset."""
     for batch in rows.iter(1000):
-        if has_conversations(batch, columns):
-            for messages in batch[MESSAGES]:
-                num_rows += 1
-                yield Conversation(messages, f"{where}, row {num_rows}")
-            continue
         for name in columns:
             if name not in batch:
-                raise ValueError(f"no column {name!r} in {', '.join(batch)}; name one with --column")
+                raise ValueError(no_column(name, batch))
         for texts in zip(*[batch[name] for name in columns]):
             if not all(texts):
                 left_out["rows without text"] += 1

@@ -35,8 +35,8 @@ class Loader:
     on. Then comes the second micro-batch. A thread prefetches the next step.
 
     With `pack_documents` a batch also says where its documents begin (cu_seqlens). As in generation, a
-    document begins with BOS, or without one with the end-of-text token before it. A conversation begins with
-    its own first token, as in a chat.
+    document begins with BOS, or without one with the end-of-text token before it. With conversations the
+    mask marks each first token.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
@@ -54,8 +54,11 @@ class Loader:
         seq_len = self.seq_len
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
+            advice = "a larger corpus"
+            if split == "val":
+                advice += ", a larger --val-fraction of data.py"
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
-                             f"needs {seq_len + 1}; use a larger corpus or --seq-len {fitting}")
+                             f"needs {seq_len + 1}; use {advice} or --seq-len {fitting}")
         if split == "train":  # one window less: any starting offset gives the same number of windows
             self.num_windows = max(length // seq_len - 1, 1)
         else:
@@ -204,9 +207,9 @@ class Loader:
         tensors = [input_ids, labels]
         if self.max_documents:
             markers = torch.from_numpy(self.markers[positions[:, :-1]].astype(np.int64))
-            documents = document_starts(markers, self.start_marker)
+            first_tokens = document_starts(markers, self.start_marker)
             cu_seqlens = torch.full((self.max_documents + 1,), input_ids.numel(), dtype=torch.int32)
-            cu_seqlens[:len(documents)] = documents
+            cu_seqlens[:len(first_tokens)] = first_tokens
             tensors.append(cu_seqlens)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a new thread starts on GPU 0, another rank's

@@ -5,27 +5,29 @@ the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<
 described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
 per token, LABEL where the token is a label, so in an answer or at its end.
 
-Conversations (nanote/chat.py) have the tokens of their chat template and no others. Any of these may stand in
-each turn, so the mask says where a conversation begins: FIRST_TOKEN. Then meta.json counts `conversations`.
+Conversations (nanote/chat.py) have the tokens of their chat template and no others. A template may repeat BOS
+in every turn, so no token id marks the start of a conversation; the mask does (FIRST_TOKEN). Then meta.json
+counts `conversations`.
 """
 import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from nanote.chat import ChatTemplate, Conversation
+from nanote.chat import ChatTemplate, Conversation, shorten
 from nanote.new_folder import new_folder
 
 LABEL = 1
 FIRST_TOKEN = 2  # of a conversation; it is no label
 TOKEN_FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
+OF_EACH_KIND = "make a folder of token files of each kind"
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -86,9 +88,13 @@ def open_mask(folder, split, meta, verify):
         return None
     path = Path(folder, f"{split}.mask")
     mask = open_array(path, np.dtype(np.uint8), meta[f"{split}_tokens"], checksum, verify)
-    if LABEL not in mask[1:]:
+    if not has_labels(mask):
         raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
     return mask
+
+
+def has_labels(mask):
+    return LABEL in mask[1:]  # the first token of a split is predicted from nothing
 
 
 def check_tokenizer(data, tokenizer, expected):
@@ -105,10 +111,10 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                  source="", left_out=None, answers_only=False):
     """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
 
-    A document goes to `val` if the hash of its text (of its first piece, or of a conversation's question) as
-    a number in [0, 1) is below `val_fraction`: the same document has the same split in every corpus. If that
-    leaves a split empty, the last `val_fraction` of the tokens are `val`. After ValueError or OSError
-    `out_dir` is as it was.
+    A document goes to `val` if the hash of its text (of its first piece, or of a conversation's first prompt)
+    as a number in [0, 1) is below `val_fraction`: the same document has the same split in every corpus. If
+    that leaves a split empty, the last `val_fraction` of the tokens are `val`, in whole conversations.
+    After ValueError or OSError `out_dir` is as it was.
     source, left_out: what the documents are and what was skipped, for meta.json.
     answers_only: write masks, for documents that are prompts and answers, or conversations.
     """
@@ -121,17 +127,27 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         dtypes["mask"] = np.dtype(np.uint8)
     pool = ThreadPoolExecutor(os.cpu_count() if num_workers is None else num_workers)
     with pool, new_token_folder(out_dir, force) as folder:
-        pieces = encoded(documents, encoder, val_fraction, pool)
-        counts = write_splits(folder, dtypes, pieces)
-        if counts.get("conversations", counts["documents"]) != counts["documents"]:
-            raise ValueError(f"{counts['conversations']:,} of {counts['documents']:,} documents are "
-                             "conversations, the others prompts and answers; make a folder of each")
+        documents = iter(documents)
+        first = list(islice(documents, 1))  # it decides which kind all are
+        documents = chain(first, documents)
+        is_chat = isinstance(first[0], Conversation) if first else False
+        if is_chat:
+            template = ChatTemplate(encoder, first[0].where, "name a tokenizer that has one: --tokenizer "
+                                    "hf:DIR")
+            parts = tokenize_conversations(documents, template, val_fraction, pool)
+        else:
+            parts = tokenize_texts(documents, encoder, val_fraction, pool)
+        counts = write_splits(folder, dtypes, parts)
         if not counts["documents"]:
             raise ValueError("the corpus is empty: no document holds any text; left out: "
                              f"{dict(left_out or {})}; name files that do")
+        if is_chat:
+            counts["conversations"] = counts["documents"]
         if not (counts["train_tokens"] and counts["val_tokens"]):
             full_split = "train" if counts["train_tokens"] else "val"
             cut_end(folder, dtypes, full_split, val_fraction, encoder, counts)
+            if answers_only:
+                check_labels(folder, val_fraction)
         return write_meta(folder, encoder, dtypes["bin"], source=source, val_fraction=val_fraction, **counts,
                           left_out=dict(left_out or {}))
 
@@ -147,27 +163,43 @@ def new_token_folder(out_dir, force):
     return new_folder(out_dir, "name another --out-dir", check_replaceable)
 
 
+class TokenizedPart(NamedTuple):
+    """The tokens of a part of a document, such as a prompt or an answer, or of a whole conversation."""
+
+    split: str  # train or val
+    is_first: bool  # of its document
+    num_bytes: int  # of its text, in UTF-8
+    tokens: np.ndarray  # (n,)
+    mask: np.ndarray  # uint8 (n,): LABEL, FIRST_TOKEN or 0
+
+
 class Piece(NamedTuple):
-    """A part of a document, such as a prompt or an answer, or its end. Or a whole conversation, tokenized."""
+    """A part of a document that is text, or its end."""
 
     split: str  # train or val
     is_first: bool  # of its document
     raw: bytes  # UTF-8; empty: the end of the document
-    tokens: np.ndarray | None = None  # of a conversation, (n,)
-    mask: np.ndarray | None = None  # of these, uint8 (n,)
 
 
-def pieces_of(documents, val_fraction, encoder):
+def tokenize_texts(documents, encoder, val_fraction, pool):
+    """Yield the TokenizedPart of each Piece of each document."""
+    def tokenize(piece):
+        tokens = encoder.encode_bytes(piece.raw, piece.is_first) if piece.raw else np.array([encoder.eot])
+        if encoder.bos is not None and piece.is_first:
+            tokens = np.append(encoder.bos, tokens)
+        value = 0 if piece.is_first else LABEL  # after the prompt come the answer and the end of text
+        mask = np.full(len(tokens), value, np.uint8)
+        return TokenizedPart(piece.split, piece.is_first, len(piece.raw), tokens, mask)
+
+    yield from map_in_pool(pool, tokenize, pieces_of(documents, val_fraction))
+
+
+def pieces_of(documents, val_fraction):
     """Yield each Piece of each document. A document is a text, an iterable of texts, or one of these with the
-    number that decides its split: (text, number in [0, 1)). Or it is a Conversation."""
-    template = None
+    number that decides its split: (text, number in [0, 1))."""
     for document in documents:
         if isinstance(document, Conversation):
-            if template is None:
-                template = ChatTemplate(encoder, document.where, "name a tokenizer that has one: --tokenizer "
-                                        "hf:DIR")
-            yield conversation_piece(document, val_fraction, template)
-            continue
+            raise ValueError(f"{document.where}: the files before hold no conversations; {OF_EACH_KIND}")
         fraction = None  # the hash of the first piece
         if isinstance(document, tuple):
             document, fraction = document
@@ -181,20 +213,32 @@ def pieces_of(documents, val_fraction, encoder):
             if is_first:
                 if fraction is None:
                     fraction = hash_fraction(raw)
-                split = "val" if fraction < val_fraction else "train"
+                split = split_of(fraction, val_fraction)
             yield Piece(split, is_first, raw)
         if split is not None:
             yield Piece(split, is_first=False, raw=b"")
 
 
-def conversation_piece(conversation, val_fraction, template):
-    """Return the Piece that is a conversation."""
-    text, tokens, is_label = template.tokenize(conversation)
-    fraction = hash_fraction(encode_text(conversation.question()))
-    split = "val" if fraction < val_fraction else "train"
-    mask = np.where(is_label, LABEL, 0).astype(np.uint8)
-    mask[0] = FIRST_TOKEN
-    return Piece(split, True, encode_text(text), tokens, mask)
+def tokenize_conversations(documents, template, val_fraction, pool):
+    """Yield the TokenizedPart that is each Conversation."""
+    def tokenize(conversation):
+        if not isinstance(conversation, Conversation):
+            raise ValueError(f"{shorten(conversation)}: the files before hold conversations; {OF_EACH_KIND}")
+        text, tokens, is_label = template.tokenize(conversation)
+        fraction = hash_fraction(encode_text(conversation.first_prompt()))
+        mask = np.where(is_label, LABEL, 0).astype(np.uint8)
+        mask[0] = FIRST_TOKEN
+        return TokenizedPart(split=split_of(fraction, val_fraction), is_first=True,
+                             num_bytes=len(encode_text(text)), tokens=tokens, mask=mask)
+
+    yield from map_in_pool(pool, tokenize, documents)
+
+
+def map_in_pool(pool, function, values):
+    """Yield function(value) of each value, in order. Few values are read ahead."""
+    values = iter(values)
+    while next_values := list(islice(values, 4 * os.cpu_count())):
+        yield from pool.map(function, next_values)
 
 
 def encode_text(text):
@@ -206,25 +250,14 @@ def hash_fraction(raw):
     return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
 
 
-def encoded(documents, encoder, val_fraction, pool):
-    """Yield (piece, its tokens) for each Piece of each document."""
-    def encode(piece):
-        if piece.tokens is not None:
-            return piece, piece.tokens
-        tokens = encoder.encode_bytes(piece.raw, piece.is_first) if piece.raw else np.array([encoder.eot])
-        if encoder.bos is not None and piece.is_first:
-            tokens = np.append(encoder.bos, tokens)
-        return piece, tokens
-
-    pieces = pieces_of(documents, val_fraction, encoder)
-    while next_pieces := list(islice(pieces, 4 * os.cpu_count())):
-        yield from pool.map(encode, next_pieces)
+def split_of(fraction, val_fraction):
+    return "val" if fraction < val_fraction else "train"
 
 
-def write_splits(folder, dtypes, pieces):
+def write_splits(folder, dtypes, parts):
     """Write the token files, and perhaps masks, of both splits. Return the counts of meta.json.
 
-    dtypes: {suffix of a file, bin or mask: its dtype}. pieces: (piece, its tokens) of all documents.
+    dtypes: {suffix of a file, bin or mask: its dtype}. parts: each TokenizedPart of all documents.
     """
     counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
     with ExitStack() as stack, tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -232,19 +265,15 @@ def write_splits(folder, dtypes, pieces):
         for split in ("train", "val"):
             for suffix in dtypes:
                 files[split, suffix] = stack.enter_context(open(folder / f"{split}.{suffix}", "wb"))
-        for piece, tokens in pieces:
-            files[piece.split, "bin"].write(tokens.astype(dtypes["bin"]))
-            if piece.mask is not None:
-                files[piece.split, "mask"].write(piece.mask)
-                counts["conversations"] = counts.get("conversations", 0) + 1
-            elif "mask" in dtypes:
-                value = 0 if piece.is_first else LABEL  # after the prompt come the answer and the end of text
-                files[piece.split, "mask"].write(np.full(len(tokens), value, np.uint8))
-            if piece.is_first:
+        for part in parts:
+            files[part.split, "bin"].write(part.tokens.astype(dtypes["bin"]))
+            if "mask" in dtypes:
+                files[part.split, "mask"].write(part.mask)
+            if part.is_first:
                 counts["documents"] += 1
-            counts[f"{piece.split}_tokens"] += len(tokens)
-            counts[f"{piece.split}_bytes"] += len(piece.raw)
-            bar.update(len(piece.raw))
+            counts[f"{part.split}_tokens"] += len(part.tokens)
+            counts[f"{part.split}_bytes"] += part.num_bytes
+            bar.update(part.num_bytes)
     return counts
 
 
@@ -253,6 +282,8 @@ def cut_end(folder, dtypes, split, val_fraction, encoder, counts):
     length = counts[f"{split}_tokens"]
     val_length = max(round(length * val_fraction), 1)
     start = length - min(val_length, length - 1)  # a token is left for train
+    if "conversations" in counts:
+        start = conversation_start(np.fromfile(folder / f"{split}.mask", dtypes["mask"]), start)
     for suffix, dtype in dtypes.items():
         os.replace(folder / f"{split}.{suffix}", folder / f"train.{suffix}")
         values = np.memmap(folder / f"train.{suffix}", dtype, "r")
@@ -263,6 +294,23 @@ def cut_end(folder, dtypes, split, val_fraction, encoder, counts):
     val_bytes = len(encoder.decode_bytes(val_tokens))
     counts |= {"train_tokens": start, "val_tokens": length - start,
                "train_bytes": num_bytes - val_bytes, "val_bytes": val_bytes}
+
+
+def check_labels(folder, val_fraction):
+    """Raise ValueError unless each split has a label, which the cut of prompts and answers may not leave."""
+    for split in ("train", "val"):
+        if not has_labels(np.fromfile(folder / f"{split}.mask", np.uint8)):
+            raise ValueError(f"the {split} split has no token that is a label; name more examples, or use "
+                             f"another --val-fraction than {val_fraction}, for example 0.3")
+
+
+def conversation_start(mask, position):
+    """Return where the conversation at `position` begins, or the second one if that is the first."""
+    starts = np.flatnonzero(mask == FIRST_TOKEN)
+    if len(starts) == 1:
+        raise ValueError("one conversation cannot be split; name two or more, for training and validation")
+    number = np.searchsorted(starts, position, side="right") - 1
+    return int(starts[max(number, 1)])
 
 
 def write_meta(folder, encoder, dtype, **others):

@@ -351,7 +351,8 @@ def test_a_space_is_prepended_to_a_document_only(fields):
     lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
     long = "the cat sat on the mat\n" * 50_000
     write_files(".", {"pairs.jsonl": "".join(lines), "long.txt": long})
-    data.main(["sft", "pairs.jsonl", "--tokenizer", "hf:bpe", "--out-dir", "pairs"])
+    data.main(["sft", "pairs.jsonl", "--tokenizer", "hf:bpe", "--out-dir", "pairs",
+               "--val-fraction", "0.3"])
     data.main(["text", "long.txt", "--tokenizer", "hf:bpe", "--out-dir", "long"])
     for folder, documents in (("pairs", [prompt + answer for prompt, answer in rows]), ("long", [long])):
         tokens = np.concatenate([open_tokens(folder, split)[0] for split in ("train", "val")])
@@ -463,7 +464,7 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "rows.jsonl"], "rows.jsonl: no column 'text' in id, body; name one with"),
     (["text", "rows.jsonl", "--column", "id"], "rows.jsonl: column 'id' holds 1, not text"),
     (["text", "null.jsonl"], "the corpus is empty: no document holds any text; left out: {'rows"),
-    (["sft", "rows.jsonl"], "rows.jsonl: no column 'prompt' in id, body; name one with"),
+    (["sft", "rows.jsonl"], "rows.jsonl, line 1: no column 'prompt' in id, body; name one with"),
     (["sft", "good.txt"], "good.txt: holds no rows; name .jsonl"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "tokenizer 'gpt5': unknown"),
     (["text", "good.txt", "--tokenizer", "hf:absent"], "absent/tokenizer.json: cannot be read"),

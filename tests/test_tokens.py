@@ -66,7 +66,8 @@ def test_a_corpus_that_is_too_small_names_a_length(folder):
     tokens, meta = open_tokens(folder, "val")
     length = meta["val_tokens"]
     fits = (length - 1) // 16 * 16
-    with pytest.raises(ValueError, match=f"needs {length + 1}; use a larger corpus or --seq-len {fits}$"):
+    with pytest.raises(ValueError, match=f"needs {length + 1}; use a larger corpus, a larger "
+                                         f"--val-fraction of data.py or --seq-len {fits}$"):
         make_loader(folder, "val", seq_len=length)
     whole = make_loader(folder, "val", seq_len=length - 1, micro_batch_size=1)
     assert read_inputs(whole, [1]).flatten().tolist() == tokens[:-1].tolist()
