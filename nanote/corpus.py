@@ -29,8 +29,8 @@ class RowError(ValueError):
 
 def text_documents(paths, columns, left_out):
     """Yield a document per text file, and per row (its `columns`) of files of BUILDERS and of datasets saved
-    by save_to_disk; also in folders, where files that cannot be read are counted in `left_out`. With two
-    columns, for the prompts and answers of data.py sft, see `sft_documents`."""
+    by save_to_disk; also in folders, where files that cannot be read, or lack the columns, are counted in
+    `left_out`. With two columns, for data.py sft, see `sft_documents`: a RowError is not skipped."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
@@ -78,19 +78,21 @@ def sft_documents(rows, columns, left_out):
     """Yield the texts in two `columns` of each row, or its Conversation, but not both kinds from one file.
 
     rows: (its file and line, the dict). A row with both kinds is a prompt and an answer. Conversations are
-    read only with the default columns.
+    read only with the default columns. ValueError if no row has the fields of either kind.
     """
     kind = None  # of the rows before
+    first_error = None  # about the first row that lacks a field, until the kind is known
+    skipped = 0  # rows without texts
     for where, row in rows:
         row_kind = kind_of(row, columns)
         if row_kind is None:
             if kind == "conversations":
                 raise RowError(f"{where}: no field {MESSAGES!r}; {WRITE_MESSAGES}")
-            missing = [name for name in columns if name not in row]
-            if missing and kind is None:
-                raise RowError(f"{where}: {no_column(missing[0], row)}, or {messages_advice(columns)}")
-            left_out["rows without text"] += 1
+            first_error = first_error or missing_field(where, row, columns)
+            skipped += 1
             continue
+        if kind is None and row_kind == "conversations" and first_error is not None:
+            raise RowError(first_error)
         if kind not in (None, row_kind):
             raise RowError(f"{where}: the rows before hold {kind}, this one {row_kind}; make a folder of "
                            "token files of each kind")
@@ -103,7 +105,17 @@ def sft_documents(rows, columns, left_out):
             check_texts(texts, columns, where)
             yield texts
         else:
-            left_out["rows without text"] += 1
+            skipped += 1
+    if kind is None and first_error is not None:
+        raise ValueError(first_error)
+    if skipped:
+        left_out["rows without text"] += skipped
+
+
+def missing_field(where, row, columns):
+    """Return the error about a row without one of the columns; None if it has them, with null."""
+    missing = [name for name in columns if name not in row]
+    return f"{where}: {no_column(missing[0], row)}, or {messages_advice(columns)}" if missing else None
 
 
 def kind_of(row, columns):
@@ -116,7 +128,7 @@ def kind_of(row, columns):
 
 
 def no_column(name, names):
-    return f"no column {name!r} in {', '.join(names)}; name one with --column"
+    return f"no column {name!r} in {', '.join(names) or 'an empty row'}; name one with --column"
 
 
 def messages_advice(columns):
@@ -126,8 +138,8 @@ def messages_advice(columns):
 def check_texts(texts, columns, where):
     for name, text in zip(columns, texts):
         if not isinstance(text, str):
-            raise RowError(f"{where}: column {name!r} holds {str(text)[:40]}, not text; name another, or "
-                           f"{WRITE_MESSAGES}")
+            advice = f", or {WRITE_MESSAGES}" if isinstance(text, list) and columns == PAIR else ""
+            raise RowError(f"{where}: column {name!r} holds {str(text)[:40]}, not text; name another{advice}")
 
 
 def dataset_rows(rows, columns, where):
@@ -167,11 +179,11 @@ def json_lines(path):
 
 def json_object(line, where):
     try:
-        row = json.loads(line)
+        row = json.loads(line.strip())
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise RowError(f"{where}: not JSON ({error_line(error)})") from error
     if not isinstance(row, dict):
-        raise RowError(f"{where}: not a JSON object; {WRITE_MESSAGES}")
+        raise RowError(f"{where}: not a JSON object, as each line of a .jsonl must be; name an array .json")
     return row
 
 

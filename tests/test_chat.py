@@ -309,6 +309,19 @@ def test_a_line_without_a_conversation_is_named(line, refused):
     assert "later.jsonl, line 2: no field 'messages'; write {\"messages\": [...]}" in line
 
 
+def test_pairs_may_lack_a_field_and_a_folder_may_hold_other_files(capsys):
+    Path("pairs").mkdir()
+    pair = '{"prompt": "the cat?", "answer": "sat"}'
+    Path("pairs/a.jsonl").write_text("\n".join(['{"prompt": "first"}', *[pair] * 50]))
+    Path("pairs/notes.jsonl").write_text('{"text": "no pair"}\n')
+    data.main("sft --out-dir set pairs --tokenizer byte".split())
+    shown = capsys.readouterr()
+    assert "left out: 1 rows without text" in shown.out + shown.err
+    assert "left out: 1 files that are damaged, or no UTF-8 text, or have no column 'prompt'" in (
+        shown.out + shown.err)
+    assert json.loads(Path("set/meta.json").read_text())["documents"] == 50
+
+
 FAILING = "{{ raise_exception('no system message') }}"
 NO_STOP = "line 1, message 3: the chat template writes no <|im_end|> right after the answer"
 
