@@ -201,12 +201,14 @@ class Loader:
         windows = self.tokens[positions]
         input_ids = torch.from_numpy(windows[:, :-1].astype(np.int64))
         labels = torch.from_numpy(windows[:, 1:].astype(np.int64))
+        markers = input_ids
         if self.mask is not None:
-            is_label = torch.from_numpy(self.mask[positions[:, 1:]] == LABEL)
-            labels[~is_label] = -100
+            mask = torch.from_numpy(self.mask[positions])
+            labels[mask[:, 1:] != LABEL] = -100
+            if self.markers is self.mask:
+                markers = mask[:, :-1]
         tensors = [input_ids, labels]
         if self.max_documents:
-            markers = torch.from_numpy(self.markers[positions[:, :-1]].astype(np.int64))
             first_tokens = document_starts(markers, self.start_marker)
             cu_seqlens = torch.full((self.max_documents + 1,), input_ids.numel(), dtype=torch.int32)
             cu_seqlens[:len(first_tokens)] = first_tokens

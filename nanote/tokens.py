@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from nanote.chat import ChatTemplate, Conversation, shorten
 from nanote.new_folder import new_folder
+from nanote.tokenizers import get_tokenizer, same_tokenizer
 
 LABEL = 1
 FIRST_TOKEN = 2  # of a conversation; it is no label
@@ -99,7 +100,6 @@ def has_labels(mask):
 
 def check_tokenizer(data, tokenizer, expected):
     """Raise ValueError unless the tokens of the folder `data` are those of a run's tokenizer, `expected`."""
-    from nanote.tokenizers import same_tokenizer  # a new run needs none
     if not same_tokenizer(tokenizer, expected):
         raise ValueError(f"--data {data}: tokenized with {tokenizer}, but the run uses {expected}; name a "
                          "folder tokenized with that")
@@ -120,7 +120,6 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
-    from nanote.tokenizers import get_tokenizer  # training needs none
     encoder = get_tokenizer(tokenizer)
     dtypes = {"bin": np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")}
     if answers_only:
