@@ -430,36 +430,6 @@ def _wgrad_in_bf16(dy, x, out=None, accumulate=False):
     return torch.mm(dy.T, x, out=out)
 
 
-class _LinearInBF16(torch.autograd.Function):
-    """`_linear_in_bf16`, x (N, in) and weight (out, in)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        ctx.parameter = weight  # which has the attributes
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
-        dx = dy @ weight if needs_dx else None
-        dbias = dy.sum(0) if needs_dbias else None
-        dweight = None
-        if torch.is_grad_enabled():  # create_graph=True
-            dweight = dy.T @ x
-        elif needs_dweight:
-            dweight = _parameter_gradient(ctx.parameter, functools.partial(_wgrad_in_bf16, dy, x))
-        return dx, dweight, dbias
-
-
-def _wgrad_in_bf16(dy, x, out=None, accumulate=False):
-    """Return dyᵀ @ x. out: the memory for it, or what it is added to."""
-    if accumulate:
-        return out.addmm_(dy.T, x)
-    return torch.mm(dy.T, x, out=out)
-
-
 class _Linear(torch.autograd.Function):
     """`linear` and `activation_linear`."""
 
