@@ -3,17 +3,18 @@
 The network and its options: tests/test_family.py. The logits of Hugging Face's models: tests/test_hf.py.
 """
 
-import functools
 import math
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import model_te_optimized
 import te_reference
-from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, flash_attention, split_heads
 from nanote.generate import generate
 
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
@@ -182,7 +183,7 @@ def test_the_guides_training_snippet(snippets):
 
 
 def test_the_guides_production_snippet(snippets, compiles):
-    small = functools.partial(OptimizedConfig, n_layer=1, n_embd=192)  # 12 blocks take half a minute
+    small = partial(OptimizedConfig, n_layer=1, n_embd=192)  # 12 blocks take half a minute
     names = snippets(PRODUCTION, n_head=12, OptimizedConfig=small)
     assert names["config"].n_kv_head == 3
     x = torch.randint(0, 50304, (1, 16), device=DEVICE)
@@ -208,3 +209,63 @@ def test_transformer_engines_quickstart(snippets, code):
     history = model.fp8_meta["scaling_fwd"].amax_history  # after the step the last row holds the amaxes
     largest = [tensor.detach().abs().max() for tensor in (inp, model.weight)]
     torch.testing.assert_close(history[-1, :2], torch.stack(largest))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["in_order", "swapped"])
+@pytest.mark.parametrize("is_one_tensor", [True, False])
+def test_split_heads_has_the_gradient_of_torch_split(order, is_one_tensor):
+    """Also where an attention kernel writes the gradients of q, k and v to parts of one tensor."""
+    written = torch.randn(2, 8, 6, 4, dtype=torch.bfloat16)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return q + k + v
+
+        @staticmethod
+        def backward(ctx, dy):
+            parts = written.split(2, dim=2)
+            if not is_one_tensor:
+                parts = [part.clone() for part in parts]
+            return tuple(parts[i] for i in order)
+
+    gradients = []
+    for split in (partial(split_heads, kernel="flash"), partial(torch.Tensor.split, dim=2)):
+        qkv = torch.zeros(2, 8, 6, 4, dtype=torch.bfloat16, requires_grad=True)
+        Attention.apply(*split(qkv, (2, 2, 2))).sum().backward()
+        gradients.append(qkv.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(model_te_optimized.flash_version != 4, reason="needs FlashAttention 4")
+@pytest.mark.parametrize("shape", [(8, 1024, 12, 12, 64), (2, 1040, 12, 4, 64), (1, 8192, 8, 2, 128)])
+def test_flash_attention_is_as_exact_as_sdpa(shape):
+    """Output and gradient of qkv against float32's; bit for bit twice with deterministic algorithms."""
+    batch, length, n_head, n_kv_head, head_dim = shape
+    heads = (n_head, n_kv_head, n_kv_head)
+    qkv = torch.randn(batch, length, sum(heads), head_dim, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(batch, length, n_head, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def run(kernel, dtype=torch.bfloat16):
+        x = qkv.to(dtype).requires_grad_()
+        q, k, v = split_heads(x, heads, kernel)
+        if kernel == "flash":
+            y = flash_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+        y.backward(dy.to(dtype))
+        return y.detach(), x.grad
+
+    def error(found, expected):
+        return float((found.float() - expected).norm() / expected.norm())
+
+    expected = run("sdpa", torch.float32)
+    for found, sdpa, exact in zip(run("flash"), run("sdpa"), expected):
+        assert error(found, exact) < 1.1 * error(sdpa, exact)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(run("flash")[1], run("flash")[1])
+    finally:
+        torch.use_deterministic_algorithms(False)
