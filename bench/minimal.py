@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import gc
 import os
 import runpy
 import statistics
@@ -33,6 +34,7 @@ import subprocess
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -73,8 +75,9 @@ def random_tokens(options, device):
     return torch.randint(VOCAB_SIZE, (options.batch, options.seq_len + 1), device=device)
 
 
-def readme_loop(options, device) -> dict:
-    """Return functions that train one step as README's loop does."""
+def readme_loop(options, device):
+    """Return the function that trains a step in README's loop, as a CudaGraph, and one that returns its
+    arguments."""
     config = OptimizedConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True, attention="auto")
     model = OptimizedGPT2Model(config).to(device, torch.bfloat16)
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True, capturable=True)
@@ -86,20 +89,11 @@ def readme_loop(options, device) -> dict:
         optimizer.zero_grad()
         return loss.detach()
 
-    return with_and_without_graphs("readme", CudaGraph(train), lambda: [random_tokens(options, device)])
+    return CudaGraph(train), lambda: [random_tokens(options, device)]
 
 
-def with_and_without_graphs(name, train: CudaGraph, make_arguments) -> dict:
-    """Return {name: replayed, name_eager: launched from Python}, two functions of train(*make_arguments()).
-
-    They train one model, since two would not fit into 80 GB beside nanoGPT's.
-    """
-    return {name: lambda: train(*make_arguments()),
-            f"{name}_eager": lambda: train.function(*make_arguments())}
-
-
-def fast_loop(options, device) -> dict:
-    """Return functions that train one step as README's second loop does."""
+def fast_loop(options, device):
+    """Return what `readme_loop` returns, for README's second loop."""
     config = FastConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True)
     model = FastGPT2Model(config).to(device, torch.bfloat16)
     optimizer = FastAdam(model.parameters(), lr=LR)
@@ -111,11 +105,11 @@ def fast_loop(options, device) -> dict:
         optimizer.zero_grad()
         return loss.detach()
 
-    return with_and_without_graphs("fast", CudaGraph(train), lambda: [random_tokens(options, device)])
+    return CudaGraph(train), lambda: [random_tokens(options, device)]
 
 
-def example_loop(options, device) -> dict:
-    """Return functions that train one step of examples/minimal.py.
+def example_loop(options, device):
+    """Return what `readme_loop` returns, for examples/minimal.py.
 
     Run with --steps 0, the script builds everything and trains nothing; runpy returns its globals.
     """
@@ -132,7 +126,7 @@ def example_loop(options, device) -> dict:
             group["lr"].fill_(script["learning_rate"](1))
         return script["get_batch"](script["train_tokens"])
 
-    return with_and_without_graphs("example", script["train"], set_rate_and_get_batch)
+    return script["train"], set_rate_and_get_batch
 
 
 def nanogpt_loop(options, device, dtype):
@@ -147,17 +141,25 @@ def nanogpt_loop(options, device, dtype):
     return step
 
 
-def make_loops(options, device) -> dict:
-    """Return {name: function that trains a step and returns its loss}."""
-    loops = readme_loop(options, device) | example_loop(options, device)
-    if device.type == "cuda":
-        loops |= fast_loop(options, device)
-    else:
-        loops = {name: loop for name, loop in loops.items() if not name.endswith("_eager")}
-    if options.nanogpt:
-        loops["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)
-        loops["nanogpt"] = nanogpt_loop(options, device, torch.float32)
+LOOPS = {"readme": readme_loop, "example": example_loop, "fast": fast_loop}
+
+
+def make_loops(options, device, in_graphs: bool) -> dict:
+    """Return {name: function that trains a step and returns its loss} of this kit's loops."""
+    loops = {}
+    for name, make in LOOPS.items():
+        if name == "fast" and device.type != "cuda":
+            continue
+        train, make_arguments = make(options, device)
+        if in_graphs:
+            loops[name] = partial(run_step, train, make_arguments)
+        else:
+            loops[f"{name}_eager"] = partial(run_step, train.function, make_arguments)
     return loops
+
+
+def run_step(train, make_arguments):
+    return train(*make_arguments())
 
 
 @contextmanager
@@ -186,22 +188,40 @@ def main(argv=None) -> None:
     device = pick_device("auto")
     rows = Rows(options.json, ["loop"], "bench/minimal.py", argv)
     torch.manual_seed(0)
-    loops = make_loops(options, device)
+    peers = {}
+    if options.nanogpt:
+        peers["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)
+        peers["nanogpt"] = nanogpt_loop(options, device, torch.float32)
+    # one after the other: with their graphs all of them would not fit into 80 GB
+    for in_graphs in (True, False) if device.type == "cuda" else (True,):
+        own_loops = make_loops(options, device, in_graphs)
+        times = time_loops(peers | own_loops, options, device)
+        for name in own_loops | peers if in_graphs else own_loops:
+            rows.add(row_of(name, times, options))
+        del own_loops
+        gc.collect()  # models and graphs refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def time_loops(loops, options, device) -> dict:
+    """Return {name: ms of its steps}, in turns. ValueError if the losses differ after the same steps."""
     for _ in range(WARMUP):
         losses = {name: loss_of(step()) for name, step in loops.items()}
     if max(losses.values()) - min(losses.values()) > 0.3:
         raise ValueError(f"the loops do not train alike, so nothing is timed: losses {losses}")
-    busy = os.cpu_count() - 1 if options.busy else 0
-    with busy_cores(busy):
-        times = measure.in_turns(loops, options.steps, device)
-    for name in loops:
-        rows.add(row_of(name, times, options, busy))
+    with busy_cores(busy_count(options)):
+        return measure.in_turns(loops, options.steps, device)
 
 
-def row_of(name, times, options, busy) -> dict:
+def busy_count(options) -> int:
+    return os.cpu_count() - 1 if options.busy else 0
+
+
+def row_of(name, times, options) -> dict:
     """Return the row of a loop. times: {loop: ms of its steps}."""
     ms = statistics.median(times[name])
-    row = {"loop": name, "engine": engine_of(name), "busy_cores": busy,
+    row = {"loop": name, "engine": engine_of(name), "busy_cores": busy_count(options),
            "ms": ms, "ms_interval": measure.interval_of_median(times[name]),
            "tokens_per_s": options.batch * options.seq_len / ms * 1e3, "batch": options.batch,
            "seq_len": options.seq_len, "layers": options.layers, "width": options.width}
