@@ -13,7 +13,8 @@
   not quantized.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
-- Without FP8 norm and activation are the kernels of unquantized.py, and the GEMMs PyTorch's.
+- Without FP8 norm and activation are the kernels of unquantized.py. The GEMMs are autotuned too where wgrad
+  is written to `main_grad`, else PyTorch's.
 - `adapter=` of a linear layer adds LoRA to its output: adapters.py says how.
 """
 
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 
 from fast_kernels import adapters, casts, unquantized
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
-from fast_kernels.gemm import gemm
+from fast_kernels.gemm import gemm, gemm_bf16
 from fast_kernels.library import input_names, is_transforming
 
 
@@ -407,27 +408,21 @@ class _LinearInBF16(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.parameter = weight  # which has the attributes
-        return F.linear(x, weight, bias)
+        return gemm_bf16(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
-        dx = dy @ weight if needs_dx else None
+        dx = dweight = None
         dbias = dy.sum(0) if needs_dbias else None
-        dweight = None
-        if torch.is_grad_enabled():  # create_graph=True
-            dweight = dy.T @ x
-        elif needs_dweight:
-            dweight = _parameter_gradient(ctx.parameter, functools.partial(_wgrad_in_bf16, dy, x))
+        if torch.is_grad_enabled():  # create_graph=True: PyTorch's GEMMs are differentiable
+            return dy @ weight, dy.T @ x, dbias
+        if needs_dx:
+            dx = gemm_bf16(dy, weight.T)
+        if needs_dweight:
+            dweight = _parameter_gradient(ctx.parameter, functools.partial(gemm_bf16, dy.T, x.T))
         return dx, dweight, dbias
-
-
-def _wgrad_in_bf16(dy, x, out=None, accumulate=False):
-    """Return dyᵀ @ x. out: the memory for it, or what it is added to."""
-    if accumulate:
-        return out.addmm_(dy.T, x)
-    return torch.mm(dy.T, x, out=out)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,14 +1,15 @@
-"""FP8 GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
+"""GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
 
-Use `gemm` where the same shapes run many times, as in training. cuBLASLt offers several algorithms, of which
-PyTorch and Transformer Engine take the first. On first use of a shape, `gemm` times all, and keeps the best.
+Use `gemm` (FP8) and `gemm_bf16` where the same shapes run many times, as in training. cuBLASLt offers several
+algorithms, of which PyTorch and Transformer Engine take the first. On first use of a shape, both time all,
+and keep the best.
 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
   than other values. So candidates are timed round-robin on the operands of the call, and timing waits until
   these are not mostly zeros, as gradients are in a first step.
 - Algorithms sum in different orders, so the next process may choose another and round differently. Under
-  `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm computes the
-  GEMM. Nothing can be timed while a CUDA graph is captured.
+  `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, PyTorch computes the GEMM.
+  Nothing can be timed while a CUDA graph is captured.
 - Calls are safe from any stream, thread or device: a lock guards descriptors and tuning.
 
 Reference: "Using the cuBLASLt API" in cuBLAS's documentation. Constants and structures are those of
@@ -21,9 +22,10 @@ import statistics
 import threading
 
 import torch
+import torch.nn.functional as F
 from triton.runtime import driver
 
-from fast_kernels.library import check_aligned, check_shape, is_fake, operation
+from fast_kernels.library import are_plain, check_aligned, check_shape, is_fake, is_tracing, operation
 
 ALGORITHMS = 16  # candidates requested
 ROUNDS = 8  # timed runs of each candidate
@@ -38,6 +40,7 @@ TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: R_16BF,
 COMPUTE_32F = 68  # cublasComputeType_t
 EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
 TRANSA = 3  # cublasLtMatmulDescAttributes_t
+TRANSB = 4
 EPILOGUE = 7
 BIAS_POINTER = 8
 A_SCALE_POINTER = 17
@@ -46,6 +49,9 @@ FAST_ACCUM = 25
 BIAS_DATA_TYPE = 26
 POINTER_BYTES = 8
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
+REDUCTION_SCHEME_MASK = 3
+MIN_ALIGNMENT_BYTES = (5, 6, 7, 8)  # of A, B, C and D
+REDUCTION_IN_COMPUTE_TYPE = 2  # cublasLtReductionScheme_t; the others add parts of a sum in `out`'s dtype
 
 ONE = ctypes.byref(ctypes.c_float(1))  # alpha, and beta if the result is added
 ZERO = ctypes.byref(ctypes.c_float(0))
@@ -130,12 +136,8 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
         return
     if plan is None:
         plan = _add_plan(key, operands, accumulate, accumulation)
-    if not plan.is_tuned and not torch.cuda.is_current_stream_capturing():
-        plan.tune(operands)
-    if plan.chosen is None:
+    if not _run_plan(plan, operands):
         _run_torch(operands, accumulation, accumulate)
-    else:
-        plan.run(plan.chosen, *operands)
 
 
 def _check(operands, accumulation):
@@ -179,15 +181,117 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
-_plans = {}  # the autotune cache: {the key of `_gemm`: _Plan}
+def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
+    """Compute a @ bᵀ + bias in BF16. The GEMMs of a linear layer are
+
+        gemm_bf16(x, weight, bias)  # forward, x @ weightᵀ + bias
+        gemm_bf16(dy, weight.T)     # dgrad, dy @ weight
+        gemm_bf16(dy.T, x.T)        # wgrad, dyᵀ @ x
+
+    Args:
+        a, b: (M, K) and (N, K), each contiguous or the transpose of a contiguous matrix.
+        bias: (N,) or None.
+        out: (M, N) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
+        accumulate: add the result to `out`.
+
+    PyTorch computes what cuBLASLt cannot: M, N or K that is not a multiple of 8, an address that is not a
+    multiple of 16 bytes, other dtypes and strides. Not differentiable. Returns (M, N), `out` if given.
+    """
+    result = _run_cublaslt_in_bf16(a, b, bias, out, accumulate)
+    if result is None:
+        result = _run_torch_in_bf16(a, b, bias, out, accumulate)
+    return result
+
+
+def _run_cublaslt_in_bf16(a, b, bias, out, accumulate):
+    """Return the result of `gemm_bf16`, or None where PyTorch has to run it."""
+    if is_tracing() or not are_plain((a, b, bias, out)):  # a tracer or a transform must see its operations
+        return None
+    if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return None
+    if a.get_device() != torch._C._cuda_getDevice():
+        return None
+    key = (_describe(a), _describe(b), _describe(bias), _describe(out), accumulate)
+    plan = _plans.get(key)
+    if plan is None and not _is_supported_in_bf16(a, b, bias, out):  # operands are checked when they are new
+        return None
+    if (_address(a) | _address(b) | _address(bias) | _address(out)) % 16:  # one of them is not aligned
+        return None
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[0]))
+    operands = a, None, b, None, bias, out
+    if plan is None:
+        plan = _add_plan(key, operands, accumulate)
+    return out if _run_plan(plan, operands) else None
+
+
+def _describe(x):
+    """Return what a plan depends on of an operand of `gemm_bf16`."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+def _address(x):
+    return 0 if x is None else x.data_ptr()
+
+
+def _is_supported_in_bf16(a, b, bias, out):
+    """Return whether cuBLASLt can run the GEMM. PyTorch raises if nothing can."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        return False
+    sizes = (*a.shape, len(b))
+    rules = [
+        all(size > 0 and size % 8 == 0 for size in sizes),
+        a.dtype == b.dtype == torch.bfloat16,
+        b.get_device() == a.get_device(),
+        all(_memory(x).is_contiguous() for x in (a, b))]
+    if bias is not None:
+        rules += [
+            bias.shape == (len(b),) and bias.is_contiguous(),
+            bias.dtype == torch.bfloat16,
+            bias.get_device() == a.get_device()]
+    if out is not None:
+        rules += [
+            out.shape == (len(a), len(b)) and out.is_contiguous(),
+            out.dtype in (torch.bfloat16, torch.float32),
+            out.get_device() == a.get_device()]
+    return all(rules)
+
+
+def _run_torch_in_bf16(a, b, bias, out, accumulate):
+    """Run the GEMM with PyTorch."""
+    if out is None:
+        return F.linear(a, b, bias)
+    if out.dtype != a.dtype:  # torch.mm writes no other dtype
+        a = a.to(out.dtype)
+        b = b.to(out.dtype)
+    if accumulate:
+        out.addmm_(a, b.T)
+    else:
+        torch.mm(a, b.T, out=out)
+    if bias is not None:
+        out += bias
+    return out
+
+
+_plans = {}  # the autotune cache: {the key of `_gemm` or of `gemm_bf16`, which differ in length: _Plan}
 _lock = threading.RLock()  # tune() calls run(), which takes it again
 
 
-def _add_plan(key, operands, accumulate, accumulation):
+def _add_plan(key, operands, accumulate, accumulation="precise"):
     with _lock:
         if key not in _plans:  # by another thread
             _plans[key] = _Plan(operands, accumulate, accumulation)
         return _plans[key]
+
+
+def _run_plan(plan, operands):
+    """Run a GEMM with the algorithm of its plan. Return whether cuBLASLt has one."""
+    if not plan.is_tuned and not torch.cuda.is_current_stream_capturing():
+        plan.tune(operands)
+    if plan.chosen is None:
+        return False
+    plan.run(plan.chosen, *operands)
+    return True
 
 
 class _Plan:
@@ -197,13 +301,25 @@ class _Plan:
 
         ours        a (M, K)                     b (N, K)                    out = a @ bᵀ
         cuBLAS's    aᵀ (K, M), second operand    bᵀ (K, N), first operand    outᵀ = (bᵀ)ᵀ @ aᵀ
+
+    A BF16 matrix may also be the transpose of a contiguous one: memory holds aᵀ or bᵀ, which cuBLAS takes for
+    a or b. The product needs op(A) = b, (N, K), and op(B) = aᵀ, (K, M), of its first and second operand:
+
+        memory holds    cuBLAS takes it for    leading dimension    operation
+        b  (N, K)       A = bᵀ (K, N)          K                    TRANSA: transposed
+        bᵀ (K, N)       A = b  (N, K)          N                    TRANSA: not transposed
+        a  (M, K)       B = aᵀ (K, M)          K                    TRANSB: not transposed
+        aᵀ (K, M)       B = a  (M, K)          M                    TRANSB: transposed
+
+    operands: a, a_scale_inv, b, b_scale_inv, bias, out. BF16 has no scales: None.
     """
 
     tuned_count = 0  # shapes timed in this process
 
     def __init__(self, operands, accumulate, accumulation):
-        a, _, b, _, bias, out = operands
+        a, a_scale_inv, b, _, _, out = operands
         self.accumulate = accumulate
+        self.preferences = _make_preferences(is_fp8=a_scale_inv is not None)
         self.pointer_value = ctypes.c_void_p()  # what `run` writes to a descriptor; a new one costs time
         self.pointer_reference = ctypes.byref(self.pointer_value)
         self.is_tuned = False
@@ -211,7 +327,7 @@ class _Plan:
         self.layouts = [_make_layout(x) for x in (a, b, out)]
         self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
         for is_fast in ACCUMULATIONS[accumulation]:
-            descriptor = _make_descriptor(is_fast, has_bias=bias is not None)
+            descriptor = _make_descriptor(operands, is_fast)
             for algorithm in self._ask_heuristic(descriptor, a.get_device()):
                 self.candidates.append((descriptor, algorithm))
         self.chosen = self.candidates[0] if self.candidates else None
@@ -221,9 +337,9 @@ class _Plan:
         a, b, out = self.layouts
         library = _library()
         preference = _create("MatmulPreference")
-        workspace_bytes = ctypes.c_uint64(WORKSPACE_BYTES)
-        _check_status(library.cublasLtMatmulPreferenceSetAttribute(
-            preference, MAX_WORKSPACE_BYTES, ctypes.byref(workspace_bytes), ctypes.sizeof(workspace_bytes)))
+        for attribute, value in self.preferences:
+            _check_status(library.cublasLtMatmulPreferenceSetAttribute(
+                preference, attribute, ctypes.byref(value), ctypes.sizeof(value)))
         found = (_Algorithm * ALGORITHMS)()
         count = ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
@@ -297,10 +413,11 @@ class _Plan:
         reference = self.pointer_reference
         beta = ONE if self.accumulate else ZERO
         with _lock:  # cuBLASLt reads the descriptor before it returns
-            value.value = b_scale_inv.data_ptr()  # b is its first operand
-            _check_status(set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES))
-            value.value = a_scale_inv.data_ptr()
-            _check_status(set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES))
+            if a_scale_inv is not None:
+                value.value = b_scale_inv.data_ptr()  # b is its first operand
+                _check_status(set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES))
+                value.value = a_scale_inv.data_ptr()
+                _check_status(set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES))
             if bias is not None:
                 value.value = bias.data_ptr()
                 _check_status(set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES))
@@ -310,22 +427,40 @@ class _Plan:
                 workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
 
 
+def _memory(x):
+    """Return a contiguous matrix as it is, and its transpose transposed: the rows that are in memory."""
+    return x if x.is_contiguous() else x.T
+
+
 def _make_layout(x):
-    """Create the layout of a contiguous matrix, to cuBLAS that of its transpose; see `_Plan`."""
-    rows, columns = (ctypes.c_uint64(size) for size in x.shape)
+    """Create the layout of a matrix, to cuBLAS that of the transpose of what is in memory; see `_Plan`."""
+    rows, columns = (ctypes.c_uint64(size) for size in _memory(x).shape)
     leading_dimension = columns
     return _create("MatrixLayout", TYPES[x.dtype], columns, rows, leading_dimension)
 
 
-def _make_descriptor(is_fast, has_bias):
+def _make_preferences(is_fp8):
+    """Return (attribute, value) pairs of the preference with which the heuristic is asked."""
+    preferences = [(MAX_WORKSPACE_BYTES, ctypes.c_uint64(WORKSPACE_BYTES))]
+    if not is_fp8:
+        # no less exact than one rounding of a float32 sum
+        preferences.append((REDUCTION_SCHEME_MASK, ctypes.c_uint32(REDUCTION_IN_COMPUTE_TYPE)))
+        preferences += [(attribute, ctypes.c_uint32(16)) for attribute in MIN_ALIGNMENT_BYTES]
+    return preferences
+
+
+def _make_descriptor(operands, is_fast):
     """Create the descriptor of out = a @ bᵀ; see `_Plan`."""
+    a, a_scale_inv, b, _, bias, _ = operands
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
-    _set(descriptor, TRANSA, ctypes.c_int32(1))
-    _set(descriptor, FAST_ACCUM, ctypes.c_int8(is_fast))
+    _set(descriptor, TRANSA, ctypes.c_int32(b.is_contiguous()))
+    _set(descriptor, TRANSB, ctypes.c_int32(not a.is_contiguous()))
     # any address: the heuristic only checks that the pointers are set
-    _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))
-    _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(16))
-    if has_bias:
+    if a_scale_inv is not None:
+        _set(descriptor, FAST_ACCUM, ctypes.c_int8(is_fast))
+        _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))
+        _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(16))
+    if bias is not None:
         _set(descriptor, EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
         _set(descriptor, BIAS_DATA_TYPE, ctypes.c_int32(R_16BF))
         _set(descriptor, BIAS_POINTER, ctypes.c_void_p(16))
@@ -335,8 +470,8 @@ def _make_descriptor(is_fast, has_bias):
 def _is_mostly_nonzero(x):
     """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
     stride = max(1, x.numel() // 2**16)
-    sample = x.view(torch.uint8).flatten()[::stride]
-    nonzeros = (sample & 0x7F).count_nonzero().item()  # 0x7F: -0 is zero as well
+    sample = _memory(x).flatten()[::stride]
+    nonzeros = sample.float().count_nonzero().item()  # FP8 has no count_nonzero
     return 2 * nonzeros >= sample.numel()
 
 

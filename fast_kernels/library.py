@@ -98,13 +98,13 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call_with_autograd(*args):
-            return op(*args) if is_tracing() or not _are_plain(args) else with_autograd(*args)
+            return op(*args) if is_tracing() or not are_plain(args) else with_autograd(*args)
         return call_with_autograd
 
     return register
 
 
-def _are_plain(args):
+def are_plain(args):
     """Return whether nothing but autograd has to see an operation: no transform of torch.func, and no tensor
     of a class that defines what operations do, such as a Float8Tensor or a DTensor."""
     if is_transforming():

@@ -1,9 +1,11 @@
-"""Autotuned FP8 GEMMs: correct with every candidate algorithm, and on any stream, thread and device."""
+"""Autotuned GEMMs: correct with every candidate algorithm, and on any stream, thread and device."""
 
+import math
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fast_kernels import gemm as fast_gemm
 from kernel_tools import DEVICE, _free_memory, needs_memory, on_gpu  # noqa: F401
@@ -283,3 +285,141 @@ def test_more_than_2_to_the_31_elements():
     assert out.numel() > 2**31
     for rows in (slice(0, 16), slice(21500, 21516), slice(-16, None)):
         assert error(out[rows], a[rows].double() @ b.double().T) < 1e-2
+
+
+# ---------------------------------------------------------------- BF16
+
+# (is a, is b the transpose of a contiguous matrix)
+LAYOUTS = {"forward": (False, False), "dgrad": (False, True), "wgrad": (True, True), "other": (True, False)}
+BF16_SHAPES = [  # M, N, K
+    (16384, 3072, 1024), (8208, 1024, 4096), (1024, 4096, 16384), (16384, 50304, 1024), (1000, 520, 776),
+    (2064, 1040, 3088)]
+
+
+def make_bf16(m, n, k, layout):
+    is_transposed = LAYOUTS[layout]
+    a, b = (torch.randn(shape[::-1] if transposed else shape, device=DEVICE, dtype=torch.bfloat16)
+            for shape, transposed in zip([(m, k), (n, k)], is_transposed))
+    return a.T if is_transposed[0] else a, b.T if is_transposed[1] else b
+
+
+def check_bf16(out, a, b, added=0):
+    """Assert that `out` is one rounding of a float32 sum away from a @ bᵀ + added in float64. Parts of a sum
+    that are added in BF16 are off by more, where they cancel."""
+    rounding = 2**-8 if out.dtype == torch.bfloat16 else 0
+    sum_error = 1e-4 * math.sqrt(a.shape[1])
+    for rows in torch.arange(len(a), device=a.device).split(4096):
+        exact = a[rows].double() @ b.double().T + added
+        error = (out[rows].double() - exact).abs() - rounding * exact.abs()
+        assert error.max() <= sum_error, error.max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("m, n, k", BF16_SHAPES)
+def test_every_bf16_algorithm_is_correct(m, n, k, layout, dtype):
+    needs_memory(16)
+    a, b = make_bf16(m, n, k, layout)
+    out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+    assert fast_gemm.gemm_bf16(a, b, out=out) is out
+    check_bf16(out, a, b)
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned and plan.chosen in plan.candidates
+    for algorithm in plan.candidates:
+        out.fill_(float("nan"))
+        plan.run(algorithm, a, None, b, None, None, out)
+        check_bf16(out, a, b)
+
+
+def result_bf16(a, b, bias, dtype, accumulate):
+    """Return the result, and what is expected beside a @ bᵀ."""
+    added = 0 if bias is None else bias.double()
+    if dtype is None:
+        return fast_gemm.gemm_bf16(a, b, bias), added
+    out = torch.full((len(a), len(b)), 3.0, device=a.device, dtype=dtype)
+    assert fast_gemm.gemm_bf16(a, b, bias, out=out, accumulate=accumulate) is out
+    return out, added + 3 if accumulate else added
+
+
+RESULTS = [  # dtype of out, accumulate, with a bias
+    (None, False, False), (None, False, True), (torch.bfloat16, False, False), (torch.bfloat16, True, False),
+    (torch.float32, False, False), (torch.float32, True, False), (torch.float32, True, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype, accumulate, with_bias", RESULTS)
+@pytest.mark.parametrize("m, n, k", [(1024, 3072, 16384), (8208, 1032, 776)])
+def test_a_bf16_result_is_written_or_added(m, n, k, dtype, accumulate, with_bias, layout):
+    """Timing must not add the result more than once."""
+    a, b = make_bf16(m, n, k, layout)
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if with_bias else None
+    for _ in range(2):  # timed, and not
+        out, added = result_bf16(a, b, bias, dtype, accumulate)
+        check_bf16(out, a, b, added)
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned
+
+
+@pytest.mark.gpu
+def test_bf16_timing_waits_for_nonzeros_and_copies_none():
+    a, b = make_bf16(16384, 1024, 8192, "wgrad")
+    zeros = torch.zeros_like(a.T).T
+    assert not fast_gemm.gemm_bf16(zeros, b).any()
+    plan, = fast_gemm._plans.values()
+    assert not plan.is_tuned
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = fast_gemm.gemm_bf16(a, b)
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    assert plan.is_tuned and extra <= fast_gemm.WORKSPACE_BYTES + 2**21
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuned", [True, False])
+def test_bf16_in_a_cuda_graph(tuned):
+    a, b = make_bf16(256, 512, 768, "wgrad")
+    if tuned:
+        fast_gemm.gemm_bf16(a, b)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast_gemm.gemm_bf16(a, b)
+    plan, = fast_gemm._plans.values()
+    assert plan.is_tuned == tuned
+    a.copy_(torch.randn_like(a))
+    graph.replay()
+    check_bf16(out, a, b)
+
+
+@pytest.mark.parametrize("reason", [
+    "no library", on_gpu("no algorithm"), on_gpu("none runs"), on_gpu("deterministic")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_runs_in_bf16_where_cublaslt_cannot(monkeypatch, reason, layout):
+    runs_on_torch(monkeypatch, reason)
+    a, b = make_bf16(64, 48, 96, layout)
+    bias = torch.randn(48, device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(fast_gemm.gemm_bf16(a, b, bias), F.linear(a, b, bias))
+    for dtype, accumulate, with_bias in RESULTS:
+        out, added = result_bf16(a, b, bias if with_bias else None, dtype, accumulate)
+        check_bf16(out, a, b, added)
+
+
+OTHER_OPERANDS = {
+    "M": lambda x, weight: (x[:7], weight), "N": lambda x, weight: (x, weight[:1]),
+    "K": lambda x, weight: (x[:, :20].contiguous(), weight[:, :20].contiguous()),
+    "address": lambda x, weight: (shifted(x, 1), weight), "rows": lambda x, weight: (x[::2], weight),
+    "expanded": lambda x, weight: (x[:1].expand(16, -1), weight),
+    "float32": lambda x, weight: (x.float(), weight.float())}
+
+
+@pytest.mark.parametrize("kind", OTHER_OPERANDS)
+def test_torch_runs_other_operands_than_cublaslts(monkeypatch, kind):
+    """Sizes, addresses, strides and dtypes that cuBLASLt cannot run."""
+    monkeypatch.setattr(fast_gemm._Plan, "run", None)
+    x, weight = OTHER_OPERANDS[kind](*make_bf16(64, 48, 96, "forward"))
+    assert torch.equal(fast_gemm.gemm_bf16(x, weight), x @ weight.T)
+    out = torch.ones(len(x), len(weight), device=DEVICE, dtype=x.dtype)
+    expected = torch.addmm(out, x, weight.T)
+    assert torch.equal(fast_gemm.gemm_bf16(x, weight, out=out, accumulate=True), expected)
