@@ -304,10 +304,9 @@ def make_bf16(m, n, k, layout):
 
 
 def check_bf16(out, a, b, added=0):
-    """Assert that `out` is one rounding of a float32 sum away from a @ bᵀ + added in float64. Parts of a sum
-    that are added in BF16 are off by more, where they cancel."""
+    """Assert that `out` is one rounding of a float32 sum away from a @ bᵀ + added in float64."""
     rounding = 2**-8 if out.dtype == torch.bfloat16 else 0
-    sum_error = 1e-4 * math.sqrt(a.shape[1])
+    sum_error = 1e-3 * math.sqrt(a.shape[1])  # tensor cores truncate; a rounded part of a sum is off by more
     for rows in torch.arange(len(a), device=a.device).split(4096):
         exact = a[rows].double() @ b.double().T + added
         error = (out[rows].double() - exact).abs() - rounding * exact.abs()
