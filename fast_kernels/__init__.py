@@ -11,7 +11,7 @@ Read the files in this order. A kernel's formula in plain PyTorch, `…_referenc
 - frozen.py       weights that are not trained and stay in FP8 alone
 - unquantized.py  the same norm and activation without FP8
 - gemm.py         FP8 and BF16 GEMMs in cuBLASLt, with the fastest of its algorithms
-- adapters.py     LoRA beside a layer in FP8, on the FP8 tensors of its GEMMs
+- narrow_gemm.py  LoRA beside a layer in FP8, on the FP8 tensors of its GEMMs
 - fused.py        a training pass in which each kernel does what the module before it left
 - modules.py      LayerNormLinear, Linear, LayerNormMLP, autocast …: delayed scaling in FP8, or no FP8
 - attention.py    attention on the packed QKV tensor, with QK-norm and RoPE in one kernel

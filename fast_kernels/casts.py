@@ -458,7 +458,7 @@ def transpose(rowwise, columnwise):
 
 
 @operation("(Tensor rowwise) -> Tensor")
-def transposed(rowwise):
+def make_transpose(rowwise):
     """Return the transpose (D, N) of FP8 data (N, D), N and D multiples of 16."""
     rows, columns = rowwise.shape
     columnwise = torch.empty((columns, rows), dtype=rowwise.dtype, device=rowwise.device)

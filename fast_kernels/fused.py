@@ -15,7 +15,7 @@
   dgrad too unless K is small and fast accumulation is faster: see "GEMMs and their gradients".
 - Without FP8 norm and activation are the kernels of unquantized.py. The GEMMs are autotuned too where wgrad
   is written to `main_grad`, else PyTorch's.
-- `adapter=` of a linear layer adds LoRA to its output: adapters.py says how.
+- `adapter=` of a linear layer adds LoRA to its output: narrow_gemm.py says how.
 """
 
 import functools
@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fast_kernels import adapters, casts, unquantized
+from fast_kernels import casts, unquantized
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization
 from fast_kernels.gemm import gemm, gemm_bf16
 from fast_kernels.library import input_names, is_transforming
+from fast_kernels.narrow_gemm import check_rank, narrow_gemm
 
 
 @dataclass
@@ -102,10 +103,17 @@ class Output(NamedTuple):
 def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=None, adapter=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ + bias).
 
-    module: a LayerNormLinear.
-    adapter: LoRA of the linear layer: an object with a (rank, in), b (out, rank) and `scale`, or None.
-    tied_gradient: `embedding.TiedGradient` of a weight that `embed` shares. The weight's gradient is added to
-        it, not passed through autograd. It may be passed at each of several uses of the weight.
+    Args:
+        module: a LayerNormLinear.
+        tied_gradient: `embedding.TiedGradient` of a weight that `embed` shares. The weight's gradient is
+            added to it, not passed through autograd. It may be passed at each of several uses of the weight.
+        is_first_microbatch: see `modules.Module.begin_pass`.
+        adapter: LoRA of the linear layer: None, or an object with a (rank, in) and b (out, rank), BF16, and
+            `scale`, a number. In FP8 the rank is a multiple of 16 up to 256.
+
+    Raises:
+        TypeError: no Stream.
+        ValueError: in FP8, an adapter of another shape or dtype.
     """
     _check_stream("norm_linear", stream)
     stream, y, _ = _norm_gemm(
@@ -129,35 +137,36 @@ def _check_stream(name, stream):
 
 def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gradient=None):
     """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
+    adapter = _adapter_arguments(adapter)
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
-    a, b, adapter_scale = _adapter_arguments(adapter)
-    layer = module.begin_pass(0, (*inputs, a, b), is_first_microbatch)
+    layer = module.begin_pass(0, (*inputs, adapter.a, adapter.b), is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
         y = _unquantized_linear(normed, layer.weight, bias, adapter)
     else:
         residual, y = _NormLinear.apply(
-            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient, a, b,
-            adapter_scale)
+            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient,
+            *adapter)
     return Stream(residual), y, layer
 
 
 def linear(x, module, is_first_microbatch=None, adds_bias=False, adapter=None) -> Branch:
     """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`. adapter:
     see `norm_linear`."""
-    a, b, _ = _adapter_arguments(adapter)
-    layer = module.begin_pass(0, (x, a, b), is_first_microbatch)
+    adapter = _adapter_arguments(adapter)
+    layer = module.begin_pass(0, (x, adapter.a, adapter.b), is_first_microbatch)
     return _linear(Branch(x), layer, None, adds_bias, adapter)
 
 
 def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False,
                       adapter=None) -> Branch:
     """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP. adapter: see `norm_linear`."""
-    a, b, _ = _adapter_arguments(adapter)
-    layer = module.begin_pass(1, (hidden.output, hidden.bias, a, b), is_first_microbatch)
+    adapter = _adapter_arguments(adapter)
+    inputs = (hidden.output, hidden.bias, adapter.a, adapter.b)
+    layer = module.begin_pass(1, inputs, is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
@@ -166,7 +175,8 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
 
 
 def _linear(branch: Branch, layer, activation, adds_bias, adapter):
-    """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ."""
+    """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ. adapter:
+    AdapterArguments."""
     gemm_bias = layer.bias if adds_bias else None
     branch_bias = None if adds_bias else layer.bias
     if branch_bias is not None and dist.is_initialized():
@@ -175,19 +185,29 @@ def _linear(branch: Branch, layer, activation, adds_bias, adapter):
         return Branch(_unquantized_linear(branch.output, layer.weight, gemm_bias, adapter), branch_bias)
     y = _Linear.apply(
         branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization,
-        *_adapter_arguments(adapter))
+        *adapter)
     return Branch(y, branch_bias, layer.gradient_quantization)
 
 
-def _adapter_arguments(adapter):
-    """Return a, b and scale of an adapter, each None without one."""
-    return (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.scale)
+class AdapterArguments(NamedTuple):
+    """An adapter, as the last arguments of an autograd function; all None without one."""
+
+    a: torch.Tensor | None = None  # (rank, in)
+    b: torch.Tensor | None = None  # (out, rank)
+    scale: float | None = None
+
+
+NO_ADAPTER = AdapterArguments()
+
+
+def _adapter_arguments(adapter) -> AdapterArguments:
+    return NO_ADAPTER if adapter is None else AdapterArguments(adapter.a, adapter.b, adapter.scale)
 
 
 def _unquantized_linear(x, weight, bias, adapter):
-    """Return x @ weightᵀ + bias and an adapter's part, without FP8."""
+    """Return x @ weightᵀ + bias and an adapter's part, without FP8. adapter: AdapterArguments."""
     y = _linear_in_bf16(x, weight, bias)
-    if adapter is None:
+    if adapter.a is None:
         return y
     return y + F.linear(adapter.scale * F.linear(x, adapter.a), adapter.b)
 
@@ -208,18 +228,20 @@ DGRAD_FAST_ACCUM_K = 3072
 
 
 def forward_gemm(x, weight, bias=None, added_to=None):
-    """Return x @ weightᵀ + bias of two FP8 tensors, x (N, in) and weight (out, in). added_to: (N, out), which
-    the result is added to."""
+    """Return x @ weightᵀ + bias, (N, out) BF16, of two FP8 tensors, x (N, in) and weight (out, in).
+
+    added_to: (N, out) BF16, to which the result is added in place, and which is returned."""
     return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "fast", out=added_to,
                 accumulate=added_to is not None)
 
 
 def input_gradient(dy, weight, added_to=None):
-    """Return dgrad, dy @ weight, of two FP8 tensors, dy (N, out) and weight (out, in). added_to: (N, in),
-    which the result is added to."""
+    """Return dgrad, dy @ weight, (N, in) BF16, of two FP8 tensors, dy (N, out) and weight (out, in).
+
+    added_to: (N, in) BF16, to which the result is added in place, and which is returned."""
     accumulation = "either" if dy.rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-    transposed = casts.transposed(weight.rowwise) if weight.columnwise is None else weight.columnwise
-    return gemm(dy.rowwise, dy.scale_inv, transposed, weight.scale_inv, accumulation=accumulation,
+    columnwise = casts.make_transpose(weight.rowwise) if weight.columnwise is None else weight.columnwise
+    return gemm(dy.rowwise, dy.scale_inv, columnwise, weight.scale_inv, accumulation=accumulation,
                 out=added_to, accumulate=added_to is not None)
 
 
@@ -228,58 +250,82 @@ def weight_gradient(dy, x, **options):
     return gemm(dy.columnwise, dy.scale_inv, x.columnwise, x.scale_inv, **options)
 
 
-class LinearGradients(NamedTuple):
-    """The gradients of a linear layer's input, parameters and adapter; None for each that is not needed."""
+class SavedAdapter(NamedTuple):
+    """What the backward pass needs of an adapter."""
 
-    dx: torch.Tensor | None
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
-    da: torch.Tensor | None
-    db: torch.Tensor | None
+    low: torch.Tensor  # scale · x @ aᵀ, (N, rank) BF16
+    a: torch.Tensor  # (rank, in)
+    b: torch.Tensor  # (out, rank)
+    scale: float
 
 
-def _backward_gemms(layer, dy, weight, x, adapter, needs_dx, needs) -> LinearGradients:
-    """Return the gradients of a linear layer.
+class SavedOperands(NamedTuple):
+    """What the backward pass needs of a linear layer's forward pass."""
 
-    dy: (N, out), BF16 or a Float8Tensor. weight (out, in) and x (N, in): FP8Data. adapter: a SavedAdapter.
-    needs: whether weight, bias, a and b need a gradient."""
-    dbias = dx = dweight = da = db = None
+    x: FP8Data  # (N, in), without rowwise data
+    weight: FP8Data  # (out, in)
+    adapter: SavedAdapter | None
+
+
+def _forward_gemm_with_adapter(x, weight, bias, adapter):
+    """Return x @ weightᵀ + bias, with an adapter's part if there is one, and the tensors that
+    `_saved_operands` reads. adapter: AdapterArguments."""
+    added_to = low = None
+    if adapter.a is not None:
+        _check_adapter(adapter, in_features=x.rowwise.shape[1], out_features=weight.rowwise.shape[0])
+        low = narrow_gemm(x.rowwise, x.scale_inv, adapter.a, adapter.scale)
+        added_to = low @ adapter.b.T
+    y = forward_gemm(x, weight, bias, added_to)
+    return y, (low, adapter.a, adapter.b, x.columnwise, x.scale_inv, *weight.for_backward())
+
+
+def _saved_operands(tensors, adapter_scale) -> SavedOperands:
+    """Return what `_forward_gemm_with_adapter` has saved."""
+    low, a, b, x_columnwise, x_scale_inv, *weight = tensors
+    adapter = None if a is None else SavedAdapter(low, a, b, adapter_scale)
+    return SavedOperands(FP8Data(None, x_columnwise, x_scale_inv), FP8Data(*weight), adapter)
+
+
+def _check_adapter(adapter, in_features, out_features):
+    """Raise ValueError unless an adapter fits a layer in FP8."""
+    check_rank("adapter: a", len(adapter.a))
+    shapes = {"a": (len(adapter.a), in_features), "b": (out_features, len(adapter.a))}
+    for name, shape in shapes.items():
+        tensor = getattr(adapter, name)
+        if tensor.shape != shape or tensor.dtype != torch.bfloat16:
+            raise ValueError(f"adapter: {name} {tuple(tensor.shape)} {tensor.dtype}: must be {shape} "
+                             "torch.bfloat16")
+
+
+# Whether a linear layer's input, its parameters and its adapter need a gradient; or these gradients
+LinearGradients = input_names("LinearGradients", "x weight bias a b")
+
+
+def _backward_gemms(layer, dy, saved: SavedOperands, needs) -> LinearGradients:
+    """Return the gradients of a linear layer; None for each that is not needed.
+
+    dy: (N, out), BF16 or a Float8Tensor. needs: which are needed, a LinearGradients."""
+    dx = dweight = dbias = da = db = None
     if isinstance(dy, Float8Tensor):
         fp8_dy = dy
         if needs.bias:
             dbias = dy.dequantize().sum(0)
     else:
         fp8_dy, dbias = casts.cast(dy.contiguous(), layer.gradient_quantization, with_dbias=needs.bias)
-    if adapter.a is not None:
-        dlow = adapters.narrow_gemm(fp8_dy.rowwise, fp8_dy.scale_inv, adapter.b.T, adapter.scale)
+    if saved.adapter is not None:
+        low, a, b, scale = saved.adapter
+        dlow = narrow_gemm(fp8_dy.rowwise, fp8_dy.scale_inv, b.T, scale)
         if needs.a:
-            da = adapters.narrow_gemm(x.columnwise, x.scale_inv, dlow.T, transposes=True)
+            da = narrow_gemm(saved.x.columnwise, saved.x.scale_inv, dlow.T, transposes=True)
         if needs.b:
-            db = adapters.narrow_gemm(fp8_dy.columnwise, fp8_dy.scale_inv, adapter.low.T)
-        if needs_dx:
-            dx = dlow @ adapter.a
-    if needs_dx:
-        dx = input_gradient(fp8_dy, weight, added_to=dx)
+            db = narrow_gemm(fp8_dy.columnwise, fp8_dy.scale_inv, low.T)
+        if needs.x:
+            dx = dlow @ a
+    if needs.x:
+        dx = input_gradient(fp8_dy, saved.weight, added_to=dx)
     if needs.weight:
-        dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, x))
-    return LinearGradients(dx, dweight, dbias, da, db)
-
-
-class SavedAdapter(NamedTuple):
-    """What the backward pass needs of an adapter; all None without one."""
-
-    low: torch.Tensor | None  # scale · x @ aᵀ, (N, rank)
-    a: torch.Tensor | None  # (rank, in)
-    b: torch.Tensor | None  # (out, rank)
-    scale: float | None
-
-
-def _forward_gemm_with_adapter(x, weight, bias, a, b, scale):
-    """Return x @ weightᵀ + bias, with an adapter's part if a is not None, and what the adapter saves."""
-    if a is None:
-        return forward_gemm(x, weight, bias), None
-    low = adapters.narrow_gemm(x.rowwise, x.scale_inv, a, scale)
-    return forward_gemm(x, weight, bias, added_to=low @ b.T), low
+        dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, saved.x))
+    return LinearGradients(x=dx, weight=dweight, bias=dbias, a=da, b=db)
 
 
 def _parameter_gradient(parameter, compute):
@@ -347,11 +393,9 @@ class _NormLinear(torch.autograd.Function):
                 dbranch_quantization, tied_gradient, a, b, adapter_scale):
         residual, fp8_y, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, layer.input_quantization)
-        fp8_weight = layer.fp8_weight
-        out, low = _forward_gemm_with_adapter(fp8_y, fp8_weight, bias, a, b, adapter_scale)
-        ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, low, a, b, fp8_y.columnwise, fp8_y.scale_inv,
-            *fp8_weight.for_backward())
+        adapter = AdapterArguments(a, b, adapter_scale)
+        out, saved = _forward_gemm_with_adapter(fp8_y, layer.fp8_weight, bias, adapter)
+        ctx.save_for_backward(residual, mean, rstd, norm_weight, *saved)
         ctx.layer = layer
         ctx.dbranch_quantization = dbranch_quantization
         ctx.tied_gradient = tied_gradient
@@ -375,22 +419,22 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
-    residual, mean, rstd, norm_weight, low, a, b, y_columnwise, y_inv, *weight = ctx.saved_tensors
-    needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias
-    fp8_y, fp8_weight = FP8Data(None, y_columnwise, y_inv), FP8Data(*weight)
-    adapter = SavedAdapter(low, a, b, ctx.adapter_scale)
-    dy, dweight, dbias, da, db = _backward_gemms(
-        ctx.layer, dout, fp8_weight, fp8_y, adapter, needs_dy, needs)
+    residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
+    needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
+    linear_needs = LinearGradients(x=needs_dy, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
+    gradients = _backward_gemms(ctx.layer, dout, _saved_operands(saved, ctx.adapter_scale), linear_needs)
+    dweight = gradients.weight
     if ctx.tied_gradient is not None and needs.weight:
         ctx.tied_gradient.add(dweight)
         dweight = None
     if not needs_dy:
-        return NormLinearInputs(weight=dweight, bias=dbias, a=da, b=db)
+        return NormLinearInputs(weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
     quantization = ctx.dbranch_quantization if needs.branch else None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
     norm = casts.norm_backward(
-        dy, residual, mean, rstd, norm_weight, dresidual, quantization, with_dbranch_bias=needs.branch_bias)
+        gradients.x, residual, mean, rstd, norm_weight, dresidual, quantization,
+        with_dbranch_bias=needs.branch_bias)
     dbranch = None
     if quantization is not None:
         dbranch = Float8Tensor(*norm.fp8_dx)
@@ -398,7 +442,7 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = norm.dx
     return NormLinearInputs(
         x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
-        norm_bias=norm.dbias, weight=dweight, bias=dbias, a=da, b=db)
+        norm_bias=norm.dbias, weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
 
 
 class _LinearInBF16(torch.autograd.Function):
@@ -437,10 +481,9 @@ class _Linear(torch.autograd.Function):
             fp8_x = casts.activate(activation, x, x_bias, layer.input_quantization)
             saved_x = x
             saved_bias = x_bias
-        fp8_weight = layer.fp8_weight
-        out, low = _forward_gemm_with_adapter(fp8_x, fp8_weight, bias, a, b, adapter_scale)
-        ctx.save_for_backward(
-            saved_x, saved_bias, low, a, b, fp8_x.columnwise, fp8_x.scale_inv, *fp8_weight.for_backward())
+        adapter = AdapterArguments(a, b, adapter_scale)
+        out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, adapter)
+        ctx.save_for_backward(saved_x, saved_bias, *saved)
         ctx.layer = layer
         ctx.activation = activation
         ctx.dx_quantization = dx_quantization
@@ -450,17 +493,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        saved_x, saved_bias, low, a, b, x_columnwise, x_inv, *weight = ctx.saved_tensors
+        saved_x, saved_bias, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        fp8_x, fp8_weight = FP8Data(None, x_columnwise, x_inv), FP8Data(*weight)
-        adapter = SavedAdapter(low, a, b, ctx.adapter_scale)
-        dx, dweight, dbias, da, db = _backward_gemms(
-            ctx.layer, dy, fp8_weight, fp8_x, adapter, needs_dx, needs)
+        linear_needs = LinearGradients(x=needs_dx, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
+        gradients = _backward_gemms(ctx.layer, dy, _saved_operands(saved, ctx.adapter_scale), linear_needs)
+        dx = gradients.x
         dx_bias = None
         if ctx.activation is not None and needs_dx:
             fp8_dx, dx_bias = casts.activate_backward(
                 ctx.activation, dx, saved_x, saved_bias, ctx.dx_quantization)
             dx = Float8Tensor(*fp8_dx)
         ctx.layer.update_gradient_scales()
-        return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias, a=da, b=db))
+        return tuple(LinearInputs(
+            x=dx, x_bias=dx_bias, weight=gradients.weight, bias=gradients.bias, a=gradients.a, b=gradients.b))

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fast_kernels import adapters, casts, fused, modules
+from fast_kernels import casts, fused, modules
 from fast_kernels.fp8 import Quantization
 from fast_kernels.fused import Stream
+from fast_kernels.narrow_gemm import narrow_gemm, narrow_gemm_reference
 from kernel_tools import (  # noqa: F401
     DEVICE,
     HAS_GPU,
@@ -249,8 +250,9 @@ def test_an_adapter_of_each_fused_layer(needs_dx):
                 y = fused.activation_linear(hidden, mlp, adapter=fc2).value()
             y.backward(dy)
         found.append([y, *(tensor.grad for tensor in tensors)])
-    for in_fp8_, expected in zip(*found):
-        assert relative(in_fp8_, expected) < 0.12
+    in_fp8, in_bf16 = found
+    for value, expected in zip(in_fp8, in_bf16):
+        assert relative(value, expected) < 0.12
 
 
 @pytest.mark.parametrize("rows, columns, rank, dtype", [
@@ -262,25 +264,42 @@ def test_narrow_gemm(rows, columns, rank, dtype):
     x = torch.randn(rows, columns, device=DEVICE).to(dtype)
     scale_inv = torch.tensor([0.3], device=DEVICE)
     w = torch.randn(rank, columns, device=DEVICE).bfloat16()
-    expected = adapters.narrow_gemm_reference(x, scale_inv, w, 2.0)
+    expected = narrow_gemm_reference(x, scale_inv, w, 2.0)
     for strided in (w, w.T.contiguous().T):
-        y = adapters.narrow_gemm(x, scale_inv, strided, 2.0)
+        y = narrow_gemm(x, scale_inv, strided, 2.0)
         assert y.is_contiguous() and relative(y, expected) < 3e-3
-        assert torch.equal(adapters.narrow_gemm(x, scale_inv, strided, 2.0, transposes=True), y.T)
+        assert torch.equal(narrow_gemm(x, scale_inv, strided, 2.0, transposes=True), y.T)
     torch.library.opcheck(
         torch.ops.fast_kernels.narrow_gemm.default, (x, scale_inv, w, 2.0, True),
         test_utils=["test_faketensor"])
 
 
-@pytest.mark.parametrize("rank, dtype, message", [
-    (24, torch.bfloat16, "R a multiple of 16 up to 256"),
-    (272, torch.bfloat16, "R a multiple of 16 up to 256"),
-    (16, torch.float32, "w is torch.float32; it must be torch.bfloat16")])
-def test_narrow_gemm_refuses(rank, dtype, message):
-    x = torch.zeros(16, 32, device=DEVICE, dtype=torch.float8_e4m3fn)
-    w = torch.zeros(rank, 32, device=DEVICE, dtype=dtype)
-    with pytest.raises(ValueError, match=message):
-        adapters.narrow_gemm(x, torch.ones(1, device=DEVICE), w)
+@pytest.mark.parametrize("changed, message", [
+    ({"x": torch.zeros(16, 32)}, r"x \(16, 32\) torch.float32: must be a contiguous matrix in FP8"),
+    ({"scale_inv": torch.ones(2)}, r"scale_inv \(2,\) torch.float32: must be \(1,\)"),
+    ({"w": torch.zeros(16, 48)}, r"w \(16, 48\): must be \(rank, 32\)"),
+    ({"w": torch.zeros(24, 32)}, "w has rank 24: must be a multiple of 16 up to 256; 16 works"),
+    ({"w": torch.zeros(272, 32)}, "w has rank 272: must be a multiple of 16 up to 256"),
+    ({"w": torch.zeros(16, 32)}, "w is torch.float32; it must be torch.bfloat16")])
+def test_narrow_gemm_names_an_argument_that_does_not_fit(changed, message):
+    arguments = {"x": torch.zeros(16, 32).to(torch.float8_e4m3fn), "scale_inv": torch.ones(1),
+                 "w": torch.zeros(16, 32).bfloat16()}
+    arguments = {name: tensor.to(DEVICE) for name, tensor in (arguments | changed).items()}
+    with pytest.raises(ValueError, match=f"^narrow_gemm: {message}"):
+        narrow_gemm(**arguments)
+
+
+@pytest.mark.parametrize("a, b, message", [
+    ((8, 80), (48, 8), "a has rank 8: must be a multiple of 16 up to 256; 16 works"),
+    ((16, 48), (48, 16), r"a \(16, 48\) torch.bfloat16: must be \(16, 80\) torch.bfloat16"),
+    ((16, 80), (48, 32), r"b \(48, 32\) torch.bfloat16: must be \(48, 16\) torch.bfloat16")])
+def test_a_layer_names_the_tensor_of_an_adapter_that_does_not_fit(a, b, message):
+    layer = modules.Linear(80, 48, device=DEVICE, params_dtype=torch.bfloat16)
+    adapter = Adapter(16, 80, 48, 0.1)
+    adapter.a = torch.zeros(a, device=DEVICE).bfloat16()
+    adapter.b = torch.zeros(b, device=DEVICE).bfloat16()
+    with modules.autocast(), pytest.raises(ValueError, match=f"^adapter: {message}"):
+        fused.linear(torch.zeros(16, 80, device=DEVICE).bfloat16(), layer, adapter=adapter)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
