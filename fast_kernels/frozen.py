@@ -1,8 +1,8 @@
 """Weights that are not trained and stay in FP8 alone: `FrozenWeight`, which `modules.freeze_in_fp8` makes.
 
-Its scale is E4M3's largest value over the weight's own amax. Delayed scaling of a BF16 weight that does not
-change comes to the same scale after its first step, so a GEMM reads the same bytes. No margin is needed: it
-leaves room for values that grow.
+Its scale is E4M3's largest value over the weight's own amax. With a margin of 0, delayed scaling of a BF16
+weight that does not change has the same scale after its first step, so a GEMM reads the same bytes. A margin
+leaves room for values that grow, which these do not: here the recipe's has no effect.
 """
 
 import torch
@@ -32,8 +32,10 @@ class FrozenWeight(Float8Tensor):
 
     @torch.no_grad()
     def copy_(self, values, non_blocking=False, *, scale=None):
-        """Quantize values (out, in). scale: (1,), that of a weight whose `dequantize()` they are, which gives
-        its bytes again. None: the scale of their amax."""
+        """Quantize values (out, in).
+
+        scale: (1,), of the frozen weight that these values were dequantized from; its bytes are then
+            restored. None: the scale of their amax."""
         values = values.to(self.device, self.dtype)
         self.scale.copy_(scale_of(values) if scale is None else scale)
         quantize(values, self.scale, self.fp8_data())
@@ -54,15 +56,15 @@ class FrozenWeight(Float8Tensor):
         return self
 
     def map(self, function):
-        """Return the weight after a function of `nn.Module._apply`, which may move it to another device or
-        change its dtype. Its tensors are shown as integers, whose dtype such a function leaves alone."""
-        def of_integers(tensor, integer):
-            return None if tensor is None else function(tensor.view(integer)).view(tensor.dtype)
+        """Apply a function such as .to(device) to each tensor, and return the weight of the results. They are
+        viewed as integers, since .bfloat16() converts floats; only the weight's own dtype follows it."""
+        def apply(tensor, integer_dtype):
+            return None if tensor is None else function(tensor.view(integer_dtype)).view(tensor.dtype)
 
-        rowwise = of_integers(self.rowwise, torch.uint8)
-        columnwise = of_integers(self.columnwise, torch.uint8)
-        scale_inv = of_integers(self.scale_inv, torch.int32)
-        scale = of_integers(self.scale, torch.int32)
+        rowwise = apply(self.rowwise, torch.uint8)
+        columnwise = apply(self.columnwise, torch.uint8)
+        scale_inv = apply(self.scale_inv, torch.int32)
+        scale = apply(self.scale, torch.int32)
         dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         return as_parameter(FP8Data(rowwise, columnwise, scale_inv), scale, dtype)
 
@@ -113,7 +115,7 @@ def _unpickle(rowwise, columnwise, scale_inv, scale, dtype):
 
 
 @torch.no_grad()
-def freeze(weight, keeps_transpose):
+def make_frozen_weight(weight, keeps_transpose):
     """Return a weight (out, in) as a frozen parameter. keeps_transpose: see `modules.freeze_in_fp8`."""
     rows, columns = weight.shape
     rowwise = torch.empty((rows, columns), dtype=DTYPE, device=weight.device)
@@ -137,13 +139,13 @@ def scale_of(weight):
 
 def quantize(weight, scale, out: FP8Data):
     """Quantize a weight (out, in) to `out`, whose columnwise may be None."""
-    quantization = Quantization(scale, torch.zeros_like(scale), DTYPE)
+    amax = torch.zeros_like(scale)  # is not read
     if weight.is_cuda:
-        if out.columnwise is None:  # the kernel writes both
-            rows, columns = weight.shape
-            out = out._replace(columnwise=torch.empty_like(out.rowwise).view(columns, rows))
-        casts.cast(weight.to(torch.bfloat16), quantization, out=out)
+        columnwise = [] if out.columnwise is None else [out.columnwise]
+        casts.cast_all(
+            [weight.to(torch.bfloat16)], [out.rowwise], columnwise, [out.scale_inv], [scale], [amax])
         return
-    for written, tensor in zip(out, casts.quantize_reference(weight, quantization)):
-        if written is not None:
-            written.copy_(tensor)
+    quantized = casts.quantize_reference(weight, Quantization(scale, amax, DTYPE))
+    for target, values in zip(out, quantized):
+        if target is not None:
+            target.copy_(values)

@@ -30,7 +30,7 @@ from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
 from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization, gradient_dtype
-from fast_kernels.frozen import FrozenWeight, freeze
+from fast_kernels.frozen import FrozenWeight, make_frozen_weight
 from fast_kernels.fused import LinearPass, Stream
 from fast_kernels.library import unsupported_reason
 from fast_kernels.loss import cross_entropy
@@ -458,12 +458,14 @@ class Module(CheckedOptions, nn.Module):
         for direction in ("scaling_fwd", "scaling_bwd"):
             state = self.fp8_meta[direction]
             static += [state.scale, state.amax_history]
-        for gemm, name in enumerate(self.weight_names):
-            if self.is_frozen(gemm):
-                static += [tensor for tensor in getattr(self, name).fp8_data() if tensor is not None]
+        for gemm in range(len(self.weight_names)):
+            weight = self.weight_of(gemm)
+            if isinstance(weight, FrozenWeight):
+                static += [tensor for tensor in weight.fp8_data() if tensor is not None]
             elif keeps_weights:
                 static += self.workspace(gemm)
-        for tensor in static:  # CUDA graphs of torch.compile update no other inputs, and copy them
+        for tensor in static:
+            # else a CUDA graph of torch.compile copies each input in every replay, and does not update it
             torch._dynamo.mark_static_address(tensor)
 
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
@@ -484,15 +486,11 @@ class Module(CheckedOptions, nn.Module):
             return None
         return self._gemm_quantizations(0).output_gradient
 
-    def is_frozen(self, gemm):
-        """Return whether a GEMM's weight is frozen in FP8."""
-        return isinstance(getattr(self, self.weight_names[gemm]), FrozenWeight)
-
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
         name = self.weight_names[gemm]
         if name not in self._fp8_workspaces:
-            weight = getattr(self, name)
+            weight = self.weight_of(gemm)
             with torch.inference_mode(False):  # training could not write an inference tensor
                 self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, torch.float8_e4m3fn)
         return self._fp8_workspaces[name]
@@ -500,10 +498,8 @@ class Module(CheckedOptions, nn.Module):
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
         weight = self.weight_of(gemm)
-        if isinstance(weight, Float8Tensor):  # it is quantized already
+        if isinstance(weight, Float8Tensor):  # frozen, or gathered in FP8
             return FP8Data(weight.rowwise, weight.columnwise, weight.scale_inv)
-        if isinstance(weight, FrozenWeight):
-            return weight.fp8_data()
         name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
@@ -526,9 +522,9 @@ class Module(CheckedOptions, nn.Module):
         self.check_device()
         weights = []
         for gemm, name in enumerate(self.weight_names):
-            weight = getattr(self, name)
+            weight = self.weight_of(gemm)
             self.check_dtype(weight, weight)
-            if self.is_frozen(gemm):
+            if isinstance(weight, FrozenWeight):
                 continue
             if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
                 raise ValueError(
@@ -545,7 +541,7 @@ class Module(CheckedOptions, nn.Module):
     def freeze_weight(self, gemm, keeps_transpose):
         """Keep a GEMM's weight in FP8 alone."""
         name = self.weight_names[gemm]
-        setattr(self, name, freeze(getattr(self, name), keeps_transpose))
+        setattr(self, name, make_frozen_weight(self.weight_of(gemm), keeps_transpose))
         self._fp8_workspaces.pop(name, None)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -559,13 +555,13 @@ class Module(CheckedOptions, nn.Module):
         super()._load_from_state_dict(*arguments)
         for name, weight in frozen.items():
             gemm = self.weight_names.index(name)
-            if not self.is_frozen(gemm):  # load_state_dict(assign=True) has replaced it
+            if not isinstance(self.weight_of(gemm), FrozenWeight):  # load_state_dict(assign=True) replaced it
                 self.freeze_weight(gemm, keeps_transpose=weight.columnwise is not None)
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32, and frozen weights in FP8."""
         frozen = self._frozen_weights()
-        for name in frozen:
+        for name in frozen:  # nn.Module._apply would convert a FrozenWeight by dequantizing it
             self._parameters[name] = None
         super()._apply(function, recurse)
         for name, weight in frozen.items():
@@ -633,15 +629,17 @@ class LayerNormMLP(Module):
 
 
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
-    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
-    the weights of Linear, LayerNormLinear and LayerNormMLP only the FP8 values stay, see frozen.py.
+    """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
+    FP8 values stay, see frozen.py. A weight that is frozen already does not change.
 
     A weight that two modules share, such as a tied embedding, stays in BF16, and so does one whose sizes are
     not multiples of 16, as FP8 needs. Name a layer that runs without FP8 in `except_for`, because its weight
     would be rounded, too; then freeze it by requires_grad_(False).
 
-    keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all. False:
-        one byte a value, and each backward pass makes the transpose anew.
+    Args:
+        except_for: substrings, or one; a parameter whose name contains one, such as "lora_", stays trainable.
+        keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all.
+            False: one byte a value, and each backward pass makes the transpose anew.
     """
     excluded = (except_for,) if isinstance(except_for, str) else tuple(except_for)
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -652,8 +650,9 @@ def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
             parameter.requires_grad_(False)
             is_weight = isinstance(owner, Module) and name in owner.weight_names
             fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
-            is_own = uses[id(parameter)] == 1 and not isinstance(parameter, FrozenWeight)
-            if is_weight and fits_fp8 and is_own:
+            is_shared = uses[id(parameter)] > 1
+            is_frozen = isinstance(parameter, FrozenWeight)
+            if is_weight and fits_fp8 and not is_shared and not is_frozen:
                 owner.freeze_weight(owner.weight_names.index(name), keeps_transpose)
 
 

@@ -34,10 +34,16 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
 def write_frozen_scales(module):
     """Write the scales of weights that are frozen in FP8 to the module's state, where no pass sets them."""
     scaling = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+    if scaling is None:
+        return
     for name, weight in module.named_parameters(recurse=False):
-        if scaling is not None and isinstance(weight, FrozenWeight):
-            gemm = 1 if name == "fc2_weight" else 0
-            scaling.scale[3 * gemm + 1] = weight.scale[0]
+        if isinstance(weight, FrozenWeight):
+            scaling.scale[weight_slot(name)] = weight.scale[0]
+
+
+def weight_slot(name):
+    """Return the index of a weight in `scaling_fwd`: [input, weight, output] of each GEMM."""
+    return 4 if name == "fc2_weight" else 1
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
