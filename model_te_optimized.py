@@ -663,14 +663,17 @@ def document_mask(document):
 
 
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
-    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
-    the weights of te.Linear, te.LayerNormLinear and te.LayerNormMLP only the FP8 values stay.
+    """Freeze the parameters in `module`. Of the weights of te.Linear, te.LayerNormLinear and te.LayerNormMLP
+    only the FP8 values stay. A weight that is frozen already does not change.
 
-    te_reference.py has the same function and says more. On TE this makes each weight a Float8Tensor that is
-    quantized by its own amax, as parameters of te.quantized_model_init() are.
+    A weight that two modules share, such as a tied embedding, stays as it is, and so does one whose sizes are
+    not multiples of 16, as FP8 needs. Name a layer that runs without FP8 in `except_for`, because its weight
+    would be rounded, too; then freeze it by requires_grad_(False).
 
-    keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all. False:
-        one byte a value, and each backward pass makes the transpose anew.
+    Args:
+        except_for: substrings, or one; a parameter whose name contains one, such as "lora_", stays trainable.
+        keeps_transpose: keep also the transpose, which the backward pass reads, two bytes a value in all.
+            False: one byte a value, and each backward pass makes the transpose anew.
     """
     if ENGINE != "te":
         te.freeze_in_fp8(module, except_for, keeps_transpose)
@@ -685,23 +688,28 @@ def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
             parameter.requires_grad_(False)
             is_weight = isinstance(owner, te_modules) and parameter.dim() == 2
             fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
-            is_own = uses[id(parameter)] == 1 and not is_frozen_in_fp8(parameter)
-            if is_weight and fits_fp8 and is_own:
-                setattr(owner, name, freeze_weight_on_te(parameter, keeps_transpose))
-        if isinstance(owner, te_modules) and not keeps_transpose:
-            owner.register_full_backward_hook(drop_transposes)
+            is_shared = uses[id(parameter)] > 1
+            if is_weight and fits_fp8 and not is_shared and not is_frozen_in_fp8(parameter):
+                setattr(owner, name, make_frozen_weight(parameter, keeps_transpose))
+                drops_transposes = drop_transposes in owner._backward_hooks.values()  # of its other weight
+                if not keeps_transpose and not drops_transposes:
+                    owner.register_full_backward_hook(drop_transposes)
 
 
 def is_frozen_in_fp8(weight):
     return getattr(weight, "is_frozen_in_fp8", False)
 
 
-def freeze_weight_on_te(weight, keeps_transpose):
-    """Return a weight (out, in) as a frozen parameter in FP8."""
+def make_frozen_weight(weight, keeps_transpose):
+    """Return a weight (out, in) as a frozen parameter: on TE, a Float8Tensor quantized by its own amax, as
+    parameters of te.quantized_model_init() are."""
     tensors = import_module("transformer_engine.pytorch.tensor")
     e4m3 = import_module("transformer_engine_torch").DType.kFloat8E4M3
     quantizer = tensors.Float8CurrentScalingQuantizer(e4m3, weight.device, columnwise=keeps_transpose)
     frozen = nn.Parameter(quantizer(weight.detach()), requires_grad=False)
+    # Attributes, not a subclass, which TE's C++ code does not take for a Float8Tensor. copy.deepcopy keeps
+    # them. pickle and module.to() make another Float8Tensor without them: freeze after .to(), and save
+    # model.state_dict(), which has the values.
     frozen.is_frozen_in_fp8 = True
     frozen.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))
     frozen.update_quantizer = keep_quantizer
@@ -724,21 +732,38 @@ def drop_transposes(module, *gradients):
             parameter.update_usage(columnwise_usage=False)
 
 
+def frozen_weights(module):
+    """Return {name: weight} of a module's own weights that are frozen in FP8."""
+    return {name: p for name, p in module.named_parameters(recurse=False) if is_frozen_in_fp8(p)}
+
+
+def is_on_te(weight):
+    """Return whether TE has frozen a weight. Not ENGINE: a FastGPT2Model is on fast_kernels beside TE."""
+    return hasattr(weight, "_scale_inv")
+
+
 def save_frozen_weights(module, state_dict, prefix):
-    """Replace TE's frozen weights in a state dict by their values; the other engines do so themselves. Write
-    the scales of frozen weights to the module's FP8 state, where no pass sets them."""
-    scaling = getattr(module, "fp8_meta", {}).get("scaling_fwd")
-    for name, weight in module.named_parameters(recurse=False):
-        if not is_frozen_in_fp8(weight):
-            continue
-        is_on_te = hasattr(weight, "_scale_inv")  # not ENGINE: a FastGPT2Model is on fast_kernels beside TE
+    """Replace TE's frozen weights in a state dict by their values; the other engines do so themselves."""
+    for name, weight in frozen_weights(module).items():
         saved = state_dict.get(prefix + name)
-        if is_on_te and saved is not None and saved is not weight:  # with keep_vars=True it is
+        if is_on_te(weight) and saved is not None and saved is not weight:  # with keep_vars=True it is
             state_dict[prefix + name] = weight.dequantize()
-        if getattr(scaling, "scale", None) is not None:
-            scale = weight._scale_inv.reciprocal() if is_on_te else weight.scale
-            gemm = 1 if name == "fc2_weight" else 0
-            scaling.scale[3 * gemm + 1:3 * gemm + 2] = scale
+
+
+def write_frozen_scales(module):
+    """Write the scales of weights that are frozen in FP8 to the module's state, where no pass sets them."""
+    scaling = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+    if getattr(scaling, "scale", None) is None:  # another recipe
+        return
+    for name, weight in frozen_weights(module).items():
+        scale = weight._scale_inv.reciprocal() if is_on_te(weight) else weight.scale
+        slot = weight_slot(name)
+        scaling.scale[slot:slot + 1] = scale
+
+
+def weight_slot(name):
+    """Return the index of a weight in `scaling_fwd`: [input, weight, output] of each GEMM."""
+    return 4 if name == "fc2_weight" else 1
 
 
 # ------------------------------------------------------------------------------
@@ -756,6 +781,7 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
         if not has_weights:  # TE's attention, which runs without FP8
             continue
         save_frozen_weights(module, state_dict, f"{prefix}{name}.")
+        write_frozen_scales(module)
         for direction in DIRECTIONS:
             scaling = getattr(module, "fp8_meta", {}).get(direction)
             if getattr(scaling, "scale", None) is None:  # another recipe

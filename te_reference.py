@@ -646,7 +646,7 @@ class _Module(nn.Module):
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         frozen = self._frozen_weights()
-        for name in frozen:
+        for name in frozen:  # nn.Module._apply would convert a FrozenWeight by dequantizing it
             self._parameters[name] = None
         super()._apply(fn, recurse)
         for name, weight in frozen.items():
@@ -711,21 +711,14 @@ class _Module(nn.Module):
         `dtype`. `gemm` counts the module's linear layers. `unrounded`: see `_fake_quantize`."""
         recipe = self.fp8_meta["recipe"]
         _check_fp8_shapes(x, weight, recipe)
-        is_frozen = isinstance(weight, FrozenWeight)
-        if is_frozen and not recipe.float8_per_tensor_scaling():
-            raise ValueError(f"{type(recipe).__name__}: a weight frozen in FP8 has one scale; use "
-                             "DelayedScaling or Float8CurrentScaling")
         if not recipe.float8_per_tensor_scaling():
+            if isinstance(weight, FrozenWeight):
+                raise ValueError(f"{type(recipe).__name__}: a weight frozen in FP8 has one scale; use "
+                                 "DelayedScaling or Float8CurrentScaling")
             w = self._fp8_weight(gemm, weight, is_first_microbatch)
             y = _BlockLinear.apply(x.flatten(0, -2), weight, w, recipe, dtype)
             return y.view(*x.shape[:-1], -1)
-        if is_frozen:
-            w = weight.value()
-        elif _is_fp8_parameter(weight):
-            w = _StraightThrough.apply(weight, weight.detach().float(), dtype)
-        else:
-            (w,) = self._fp8_weight(gemm, weight, is_first_microbatch)
-            w = _StraightThrough.apply(weight, w, dtype)
+        w = self._weight_value(gemm, weight, dtype, is_first_microbatch)
         # Tensors of a GEMM in the states: [input, weight, output] and [output gradient, input gradient]
         forward_state = self.fp8_meta.get("scaling_fwd")
         backward_state = self.fp8_meta.get("scaling_bwd")
@@ -735,6 +728,16 @@ class _Module(nn.Module):
         if gemm == 0:
             y = self._roll_in_backward(y)  # stands before _QuantizeGrad, so in the backward pass it is after
         return _QuantizeGrad.apply(y, recipe, backward_state, 2 * gemm)
+
+    def _weight_value(self, gemm, weight, dtype, is_first_microbatch):
+        """Return what a GEMM under per-tensor scaling reads of a weight, (out, in) float32."""
+        if isinstance(weight, FrozenWeight):
+            return weight.value()
+        if _is_fp8_parameter(weight):
+            value = weight.detach().float()
+        else:
+            (value,) = self._fp8_weight(gemm, weight, is_first_microbatch)
+        return _StraightThrough.apply(weight, value, dtype)
 
     def _roll_in_backward(self, y):
         """Let the first module of a region that has a backward pass roll all backward histories in it."""
@@ -777,7 +780,7 @@ class _Module(nn.Module):
         super()._load_from_state_dict(*args)
         for name in frozen:
             if not isinstance(getattr(self, name), FrozenWeight):  # load_state_dict(assign=True) replaced it
-                setattr(self, name, _frozen(getattr(self, name)))
+                setattr(self, name, _make_frozen_weight(getattr(self, name)))
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
@@ -1567,10 +1570,7 @@ class FrozenWeight(torch.Tensor):
     """A weight (out, in) that is not trained, in E4M3: one byte a value. To operations it is a tensor of its
     `dtype`, which they dequantize. `copy_` quantizes new values.
 
-    Its scale is E4M3's largest value over the weight's own amax. Delayed scaling of a weight that does not
-    change comes to the same scale after its first step, so a GEMM reads the same bytes. No margin is needed:
-    it leaves room for values that grow.
-    """
+    Its scale is E4M3's largest value over the weight's own amax, whatever the recipe's margin."""
 
     is_frozen_in_fp8 = True
 
@@ -1592,8 +1592,10 @@ class FrozenWeight(torch.Tensor):
 
     @torch.no_grad()
     def copy_(self, values, non_blocking=False, *, scale=None):
-        """Quantize values (out, in). scale: (1,), that of a weight whose `dequantize()` they are, which gives
-        its bytes again. None: the scale of their amax."""
+        """Quantize values (out, in).
+
+        scale: (1,), of the frozen weight that these values were dequantized from; its bytes are then
+            restored. None: the scale of their amax."""
         values = values.to(self.device, self.dtype)
         dtype = self.rowwise.dtype
         self.scale.copy_(current_scale(amax_of(values), FP8_MAX[dtype]) if scale is None else scale)
@@ -1615,8 +1617,8 @@ class FrozenWeight(torch.Tensor):
         return self
 
     def map(self, function):
-        """Return the weight after a function of `nn.Module._apply`, which may move it to another device or
-        change its dtype. Its tensors are shown as integers, whose dtype such a function leaves alone."""
+        """Apply a function such as .to(device) to each tensor, and return the weight of the results. They are
+        viewed as integers, since .bfloat16() converts floats; only the weight's own dtype follows it."""
         rowwise = function(self.rowwise.view(torch.uint8)).view(self.rowwise.dtype)
         scale = function(self.scale.view(torch.int32)).view(torch.float32)
         dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
@@ -1663,8 +1665,8 @@ def _unpickle_frozen(rowwise, scale, dtype):
     return _as_parameter(rowwise.view(torch.float8_e4m3fn), scale, dtype)
 
 
-def _frozen(weight):
-    """Return a weight as a frozen parameter."""
+def _make_frozen_weight(weight):
+    """Return a weight (out, in) as a frozen parameter."""
     rowwise = torch.empty_like(weight, dtype=torch.float8_e4m3fn, requires_grad=False)
     scale = torch.empty(1, dtype=torch.float32, device=weight.device)
     frozen = _as_parameter(rowwise, scale, weight.dtype)
@@ -1673,14 +1675,16 @@ def _frozen(weight):
 
 
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
-    """Freeze the parameters in `module` but those whose name contains a text of `except_for`, as "lora_". Of
-    the weights of Linear, LayerNormLinear and LayerNormMLP only the FP8 values stay.
+    """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
+    FP8 values stay. A weight that is frozen already does not change.
 
     A weight that two modules share, such as a tied embedding, stays as it is, and so does one whose sizes are
     not multiples of 16, as FP8 needs. Name a layer that runs without FP8 in `except_for`, because its weight
     would be rounded, too; then freeze it by requires_grad_(False).
 
-    keeps_transpose: without an effect here. fast_kernels keep a transposed copy, or make it when needed.
+    Args:
+        except_for: substrings, or one; a parameter whose name contains one, such as "lora_", stays trainable.
+        keeps_transpose: without an effect here. fast_kernels keep a transposed copy, or make it when needed.
     """
     excluded = (except_for,) if isinstance(except_for, str) else tuple(except_for)
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -1691,9 +1695,10 @@ def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
             parameter.requires_grad_(False)
             is_weight = isinstance(owner, (Linear, LayerNormLinear, LayerNormMLP)) and parameter.dim() == 2
             fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
-            is_own = uses[id(parameter)] == 1 and not isinstance(parameter, FrozenWeight)
-            if is_weight and fits_fp8 and is_own:
-                setattr(owner, name, _frozen(parameter))
+            is_shared = uses[id(parameter)] > 1
+            is_frozen = isinstance(parameter, FrozenWeight)
+            if is_weight and fits_fp8 and not is_shared and not is_frozen:
+                setattr(owner, name, _make_frozen_weight(parameter))
                 owner._fp8_workspaces.clear()
 
 
