@@ -24,7 +24,9 @@ from fast_kernels.library import ceil_div
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
-SPARES = 4  # more than calls of `prepare` in a capture
+# Pinned memory for a group's rows, ready for captures. A captured step takes two: gradient_norm and step call
+# `prepare`. It allocates new ones outside a capture only; a capture that finds none raises RuntimeError.
+SPARES = 4
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # Columns of the kernels' `pointers`: addresses, but for SIZE, the number of elements
@@ -227,7 +229,10 @@ class _KernelArguments:
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
     addresses: list | None = None  # of the tensors for which `pointers` was made
     spares: list = field(default_factory=list)  # pinned memory for the rows that a capture finds
-    captured: list = field(default_factory=list)  # rows that a replay copies to `pointers`
+    # A replay of some graph copies its own rows to `pointers`, which are then not those of `addresses`
+    replays_copy_rows: bool = False
+    # These rows, in pinned memory. Kept for good: nothing tells the optimizer that a graph is gone.
+    captured_rows: list = field(default_factory=list)
     host_hyperparameters: list | None = None  # the same numbers on the host
 
 
@@ -253,9 +258,9 @@ class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
-    With CUDA graphs, a step runs from Python before `step` or `gradient_norm` is captured. Gradients either
-    keep their memory, or are new in each step, made and freed inside the graph by zero_grad(). Call
-    `write_hyperparameters` before a replay if one has changed.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. Each step calls it, too.
+    Gradients either keep their memory, or are new in each step, made and freed inside the graph by
+    zero_grad(). Call `write_hyperparameters` before a replay if one has changed.
 
     moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
     store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
@@ -391,8 +396,9 @@ class FastAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
                     addresses.append(0 if tensor is None else tensor.data_ptr())
-            # after a replay that has copied its own rows the table is not known
-            if addresses != arguments.addresses or arguments.captured:
+            # Nothing tells whether a replay came since the last call. So with such graphs each call copies:
+            # those of a step between replays, and each in a capture, whose replays may follow such a step.
+            if addresses != arguments.addresses or arguments.replays_copy_rows:
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
                 self._write_pointers(arguments, torch.tensor(rows, dtype=torch.int64))
                 arguments.addresses = addresses
@@ -406,7 +412,8 @@ class FastAdam(torch.optim.Optimizer):
                 self._refuse_while_capturing()
             pinned = arguments.spares.pop().copy_(rows)
             arguments.pointers.copy_(pinned, non_blocking=True)
-            arguments.captured.append(pinned)
+            arguments.captured_rows.append(pinned)
+            arguments.replays_copy_rows = True
             return
         arguments.pointers.copy_(rows)
         while arguments.pointers.is_cuda and len(arguments.spares) < SPARES:
