@@ -96,7 +96,7 @@ SETTINGS = {
 }
 ON_CPU = dict(micro_batch_size=2, seq_len=32)
 # {word that ends the name of an arm: field lora_base of the edit lora}
-ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_twice"}
+ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_and_transpose"}
 RANK = 16  # of the adapters
 ALPHA = 32
 ADAPTERS_LR = 2.0**-9  # of the steps that must lower the loss, which those of measure.py hardly move

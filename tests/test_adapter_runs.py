@@ -219,7 +219,7 @@ def test_a_folder_of_hugging_face_is_a_base(refused):
     make_tokenizer("hf")
     documents = [f"the cat sat on mat {number}, no dog too. " for number in range(99)]
     write_tokens(documents, "data", tokenizer="hf:hf", val_fraction=0.3)
-    options = f"{SHAPE} {QWEN3} {STEPS} {LORA} --set lora_base=fp8_twice"
+    options = f"{SHAPE} {QWEN3} {STEPS} {LORA} --set lora_base=fp8_and_transpose"
     assert run_train(f"{options} --init-from hf --out-dir run", "data") == 0
     shutil.copytree("run", "resumed", ignore=shutil.ignore_patterns("step-4"))
     assert run_train(f"--resume --out-dir resumed {LORA}", "data") == 0
@@ -232,8 +232,8 @@ def test_a_folder_of_hugging_face_is_a_base(refused):
     assert (model(ids).logits[..., :284] - logits[..., :284]).norm() < 1e-5 * logits.norm()
     assert json.loads(Path("peft/adapter_config.json").read_text())["base_model_name_or_path"].endswith("/hf")
     import_hf.import_folder("hf", "imported")
-    options = f"--config imported/config.json {SHAPE} {STEPS} {LORA} --set lora_base=fp8_twice --n-embd 64"
-    assert run_train(f"{options} --n-head 4 --init-from imported --out-dir again", "data") == 0
+    options = f"--config imported/config.json {SHAPE} {STEPS} {LORA} --set lora_base=fp8_and_transpose"
+    assert run_train(f"{options} --n-embd 64 --n-head 4 --init-from imported --out-dir again", "data") == 0
     assert losses("again") == losses("run")
     make_model("hf")
     line = refused(train.run, f"--resume --max-steps 8 --out-dir run {LORA}", "train.py")

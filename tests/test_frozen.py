@@ -399,7 +399,7 @@ def make_adapters(folder, model):
     (folder / "bf16.py").write_text(edited)
     plain = 'lora_base: str = "bf16"'
     assert plain in edited
-    (folder / "my_model.py").write_text(edited.replace(plain, 'lora_base: str = "fp8_twice"'))
+    (folder / "my_model.py").write_text(edited.replace(plain, 'lora_base: str = "fp8_and_transpose"'))
 
 
 ADAPTERS = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 "

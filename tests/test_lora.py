@@ -152,7 +152,8 @@ def test_a_base_in_fp8_and_recomputed_blocks_change_no_bit(kind, engine, determi
     run(twin, [make_batch()])  # from now on with the scales of its weights
     twin.zero_grad()
     expected_loss = None
-    for options in ({}, {"lora_base": "fp8"}, {"lora_base": "fp8_twice", "gradient_checkpointing": True}):
+    checkpointed = {"lora_base": "fp8_and_transpose", "gradient_checkpointing": True}
+    for options in ({}, {"lora_base": "fp8"}, checkpointed):
         model = build(kind, engine, n_layer=1, **options)
         model.load_state_dict(twin.state_dict())
         is_frozen = [is_frozen_in_fp8(p) for name, p in model.blocks.named_parameters()
@@ -305,7 +306,7 @@ def test_a_layer_names_the_tensor_of_an_adapter_that_does_not_fit(a, b, message)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("options, message", [
     ({"lora_rank": 8}, r"lora_rank=8: must be a multiple of 16 up to 256; 16 works"),
-    ({"lora_base": "int8"}, "lora_base='int8': must be bf16, fp8 or fp8_twice")])
+    ({"lora_base": "int8"}, "lora_base='int8': must be bf16, fp8 or fp8_and_transpose")])
 def test_a_wrong_field_is_one_line(kind, options, message):
     config_class = getattr(edited(kind, "fast" if kind == "fast" else "reference"), CLASSES[kind][1])
     with pytest.raises(ValueError, match=message):
