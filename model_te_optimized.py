@@ -130,6 +130,13 @@ class FP8Model(nn.Module):
             if hasattr(module, "mask_func"):
                 module.mask_func = te.utils.attention_mask_func  # a global function for TE's local one
 
+    def _apply(self, function, recurse=True):  # of .to()
+        frozen = [name for name, p in self.named_parameters() if is_frozen_in_fp8(p) and is_on_te(p)]
+        super()._apply(function, recurse)
+        for name in frozen:
+            mark_frozen(self.get_parameter(name))
+        return self
+
     def __setstate__(self, state):  # of a copy or a pickle
         super().__setstate__(state)
         register_fp8_state(self)
@@ -707,13 +714,20 @@ def make_frozen_weight(weight, keeps_transpose):
     e4m3 = import_module("transformer_engine_torch").DType.kFloat8E4M3
     quantizer = tensors.Float8CurrentScalingQuantizer(e4m3, weight.device, columnwise=keeps_transpose)
     frozen = nn.Parameter(quantizer(weight.detach()), requires_grad=False)
-    # Attributes, not a subclass, which TE's C++ code does not take for a Float8Tensor. copy.deepcopy keeps
-    # them. pickle and module.to() make another Float8Tensor without them: freeze after .to(), and save
-    # model.state_dict(), which has the values.
-    frozen.is_frozen_in_fp8 = True
-    frozen.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))
-    frozen.update_quantizer = keep_quantizer
+    mark_frozen(frozen)
     return frozen
+
+
+def mark_frozen(weight):
+    """Let a Float8Tensor of TE refuse to be trained, and keep its scale.
+
+    By attributes, not by a subclass: TE's C++ code asks for the type Float8Tensor itself. copy.deepcopy keeps
+    them. Module.to() makes a new tensor without them: FP8Model sets them again. So does pickle: save
+    state_dict() instead.
+    """
+    weight.is_frozen_in_fp8 = True
+    weight.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))
+    weight.update_quantizer = keep_quantizer
 
 
 def refuse_to_train(shape, requires_grad=True):

@@ -24,6 +24,7 @@ from nanote.ddp import distribute, make_gradients
 from nanote.engine import is_frozen_in_fp8
 from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
+from nanote.recipes import round_up
 from trainer_tools import (
     MODERN,
     ROOT,
@@ -105,12 +106,17 @@ def has_transposes(model):
     return any(getattr(weight, name, None) is not None for weight in weights for name in names)
 
 
+def weight_slot(name):
+    """Return the index of a weight in the forward scales of its module."""
+    return 4 if name == "fc2_weight" else 1
+
+
 def frozen_histories(model):
     """Return the amax histories of the weights that are frozen."""
     histories = []
     for name in frozen_weights(model):
         module, _, weight = name.rpartition(".")
-        slot = 4 if weight == "fc2_weight" else 1
+        slot = weight_slot(weight)
         histories.append(model.get_submodule(module).fp8_meta["scaling_fwd"].amax_history[:, slot].clone())
     return histories
 
@@ -325,7 +331,7 @@ def test_a_frozen_weight_has_one_byte_a_value_and_no_state(name, freezing, bytes
     embeddings = model.wte.weight.nbytes + model.wpe.weight.nbytes
     frozen_bytes = sum(bytes_of_a_value * p.numel() + 4 * scales for p in frozen.values())
     assert weights == frozen_bytes + embeddings + sum(p.nbytes for p in trained)
-    assert gradients == sum(2 * -(-p.numel() // 128) * 128 for p in trained)
+    assert gradients == sum(2 * round_up(p.numel(), 128) for p in trained)
     bytes_of_master = 2 if HAS_GPU else 4  # FastAdam stores the 16 bits that the BF16 weights lack
     bytes_of_moments = 2 * 4
     assert state == sum((bytes_of_master + bytes_of_moments) * p.numel() for p in trained)
@@ -341,8 +347,8 @@ def test_what_becomes_of_a_frozen_model(name):
     if name != "te":
         with pytest.raises(ValueError, match="^requires_grad_: a weight .* is frozen in FP8"):
             model.blocks[0].attn.qkv.weight.requires_grad = True
-    copies = [copy.deepcopy(model)]
-    if name != "te":  # whose weights lose what makes them frozen
+    copies = [copy.deepcopy(model), model.to(DEVICE)]
+    if name != "te":  # pickled, its weights lose what makes them frozen; and it is on a GPU only
         copies += [pickle.loads(pickle.dumps(model)), model.to("cpu").to(DEVICE)]
     for copied in copies:
         assert torch.equal(loss_of(copied), loss)
@@ -432,7 +438,7 @@ def test_adapters_resume_exactly(model, options, in_tmp_path, tmp_path, tokens, 
     for name in end:
         if name.startswith("frozen."):  # the scales of training are those of serving
             module, weight, _ = name.removeprefix("frozen.").rsplit(".", 2)
-            slot = 4 if weight == "fc2_weight" else 1
+            slot = weight_slot(weight)
             if model == "optimized" and module.endswith("mlp"):  # fc1 and fc2 are modules of their own
                 module += f".{weight.removesuffix('_weight')}"
                 slot = 1
