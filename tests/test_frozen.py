@@ -6,7 +6,6 @@ import importlib.util
 import json
 import pickle
 import shutil
-import subprocess
 import traceback
 
 import pytest
@@ -18,11 +17,10 @@ pytest.importorskip("triton")
 from bench.step import forget_models
 from fast_kernels import modules
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: F401
-from nanote import checkpoint, parallel, recipes
+from nanote import checkpoint, parallel
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.engine import is_frozen_in_fp8
-from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
 from nanote.recipes import round_up
 from trainer_tools import (
@@ -30,10 +28,13 @@ from trainer_tools import (
     ROOT,
     RUN_ALL,
     losses,
+    make_batch,
     model_file,
     randomize,
     run_ranks,
     run_train,
+    train_model,
+    write_edit,
 )
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -51,8 +52,6 @@ ONCE = {"keeps_transpose": False}
 TRAINED = ["norm", "bias", "blocks.1.mlp.fc2"]  # the rest is frozen
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 load = functools.cache(model_file)
-
-
 NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="needs Transformer Engine")
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.multigpu]
 TWO_RANKS = TWO_GPUS if HAS_GPU else []  # each has a GPU of its own
@@ -78,12 +77,6 @@ def build(name, device=DEVICE, **options):
     model = getattr(module, model_class)(getattr(module, config_class)(**SMALL | options))
     dtype = torch.float32 if name == "reference" and not HAS_GPU else torch.bfloat16
     return randomize(model.to(device, dtype))
-
-
-def make_batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(64, (1, 17), generator=generator).to(DEVICE)  # each takes time in the interpreter
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def frozen_weights(model):
@@ -140,36 +133,6 @@ def pair(name, options, recipe="delayed", **freezing):
     return frozen, twin
 
 
-def train(model, way="from Python", keeps_fp8_weights=True):
-    """Train in steps of two micro-batches as train.py does; return losses and gradients. way: how the passes
-    are launched. keeps_fp8_weights: quantize weights in the first micro-batch of a step only."""
-    gradients = make_gradients(model, grad_accum=2)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1, foreach=False)  # which takes float32 gradients of BF16
-    net = torch.compile(model, backend="aot_eager") if way == "compiled" else model
-
-    def forward_backward(batch, *, is_first_microbatch, is_last_microbatch):
-        options = {"is_first_microbatch": is_first_microbatch} if keeps_fp8_weights else {}
-        with gradients.accumulate(is_first_microbatch, is_last_microbatch):
-            loss = net(*batch, **options)
-            loss.backward()
-        return loss.detach()
-
-    if way == "in graphs":
-        forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.engine_tensors(model))
-    results = []
-    for step in range(4 if way == "in graphs" else 2):  # the third call is captured
-        for number in range(2):
-            batch = make_batch(2 * step + number + 100 * parallel.rank())
-            is_first = number == 0
-            results.append(
-                forward_backward(batch, is_first_microbatch=is_first, is_last_microbatch=not is_first))
-        gradients.set_grad()
-        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-    return results
-
-
 @torch.no_grad()
 def loss_of(model):
     return model(*make_batch())
@@ -182,9 +145,9 @@ def assert_equal(found, expected):
 
 
 def assert_trains_as_its_twin(frozen, twin, way="from Python", keeps_fp8_weights=True):
-    """keeps_fp8_weights: of the twin, see `train`."""
+    """keeps_fp8_weights: of the twin, see `train_model`."""
     before = frozen_bytes(frozen)
-    assert_equal(train(frozen, way), train(twin, way, keeps_fp8_weights))
+    assert_equal(train_model(frozen, way), train_model(twin, way, keeps_fp8_weights))
     after = frozen_bytes(frozen)
     assert len(after) == 8 - 1 + (not twin.config.tie_embeddings)  # all GEMMs but fc2 of the last block
     for key, values in after.items():
@@ -208,7 +171,7 @@ def assert_trains_as_its_twin(frozen, twin, way="from Python", keeps_fp8_weights
     # TE refuses delayed scaling under torch.compile
     on_te("te", {}, {"recipe": "current"}, "compiled"),
 ])
-def test_the_rest_trains_as_beside_weights_quantized_each_step(name, options, freezing, way, deterministic):
+def test_training_beside_frozen_weights_changes_no_bit(name, options, freezing, way, deterministic):
     frozen, twin = pair(name, options, **freezing)
     fails = name == "te" and way == "compiled"  # torch.compile does not trace FP8 weights that TE keeps
     assert_trains_as_its_twin(frozen, twin, way, keeps_fp8_weights=not fails)
@@ -262,7 +225,7 @@ def run_two_ranks(program, argv):
 @pytest.mark.parametrize("name", [
     pytest.param("reference", marks=TWO_RANKS), pytest.param("fast", marks=TWO_GPUS),
     pytest.param("te", marks=[*TWO_GPUS, NEEDS_TE])])
-def test_the_rest_trains_so_on_two_ranks(name):
+def test_frozen_weights_change_no_bit_on_two_ranks(name):
     run_two_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), name])
 
 
@@ -270,7 +233,7 @@ def test_the_rest_trains_so_on_two_ranks(name):
     (te_reference, "LayerNormLinear", (32, 48)), (modules, "Linear", (32, 48)),
     on_gpu(modules, "LayerNormMLP", (32, 32)),  # in Triton's interpreter it takes eight seconds
 ])
-def test_a_compiled_module_gives_the_bits_of_an_uncompiled_one(engine, module, sizes):
+def test_a_frozen_module_has_the_same_bits_compiled(engine, module, sizes):
     torch._dynamo.reset()
     results = []
     for compiles in (False, True):
@@ -338,8 +301,8 @@ def test_a_frozen_weight_has_one_byte_a_value_and_no_state(name, freezing, bytes
 
 
 @pytest.mark.parametrize("name", ["reference", "fast modules", on_te("te")])
-def test_what_becomes_of_a_frozen_model(name):
-    """It is copied, pickled, moved, saved and loaded with its bytes, and cannot be trained again."""
+def test_a_frozen_model_is_copied_moved_saved_and_loaded(name):
+    """And pickled, with its bytes; and its weights cannot be trained again."""
     model, twin = pair(name, {"n_layer": 1}, **ONCE)
     loss = loss_of(model)
     with pytest.raises(ValueError, match="^requires_grad_: a weight .* is frozen in FP8"):
@@ -369,7 +332,7 @@ def test_what_becomes_of_a_frozen_model(name):
 
 
 @pytest.mark.parametrize("name", ["reference", "fast modules"])
-def test_weights_arrive_one_by_one_at_a_model_without_memory(name):
+def test_a_model_without_memory_loads_weights_one_by_one(name):
     """It never has all weights in BF16: its modules are on the meta device before they are frozen."""
     source = build(name, n_layer=1)
     with torch.device("meta"):
@@ -388,7 +351,7 @@ def test_weights_arrive_one_by_one_at_a_model_without_memory(name):
 
 
 @pytest.mark.parametrize("recipe", [te_reference.Float8BlockScaling(), te_reference.MXFP8BlockScaling()])
-def test_recipes_with_many_scales_are_refused(recipe):
+def test_a_recipe_with_block_scales_refuses_frozen_weights(recipe):
     layer = te_reference.Linear(32, 32, device=DEVICE)
     te_reference.freeze_in_fp8(layer)
     with pytest.raises(ValueError, match="has one scale; use DelayedScaling or Float8CurrentScaling$"):
@@ -398,10 +361,7 @@ def test_recipes_with_many_scales_are_refused(recipe):
 
 def make_adapters(folder, model):
     """Write the edit `lora` of a model file as bf16.py, and with the rest frozen in FP8 as my_model.py."""
-    (folder / "my_model.py").write_text((ROOT / f"model_te_{model}.py").read_text())
-    diff = ROOT / "examples" / "edits" / model / "lora.diff"
-    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
-    edited = (folder / "my_model.py").read_text()
+    edited = write_edit(folder, model, "lora").read_text()
     (folder / "bf16.py").write_text(edited)
     plain = 'lora_base: str = "bf16"'
     assert plain in edited
@@ -455,7 +415,7 @@ def test_muon_trains_adapters_alone(in_tmp_path, tmp_path, tokens):
 
 
 @pytest.mark.parametrize("model", ["optimized", on_gpu("fast")])
-def test_adapters_train_as_beside_weights_in_bf16(model, in_tmp_path, tmp_path, tokens):
+def test_adapters_learn_alike_beside_fp8_and_bf16_weights(model, in_tmp_path, tmp_path, tokens):
     """Not bit for bit: these weights have a scale of 1 in the first of the passes that find the scales."""
     make_adapters(tmp_path, model)
     assert run_train(f"{ADAPTERS} --model {model} --out-dir base", tokens) == 0

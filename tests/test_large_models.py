@@ -20,6 +20,7 @@ from nanote.config import TrainConfig
 from nanote.engine import is_frozen_in_fp8
 from test_lora import CLASSES, edited
 from tools import import_hf
+from trainer_tools import train_model
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="counts tensors on a CPU")
 on_gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -178,7 +179,7 @@ def test_transposes_take_the_memory_of_one_in_cuda_graphs():
         test_frozen.freeze("fast", model, ["norm", "bias"], keeps_transpose=keeps_transpose)
         values = [p.numel() for p in model.parameters() if is_frozen_in_fp8(p)]
         torch.cuda.reset_peak_memory_stats()
-        test_frozen.train(model, "in graphs")
+        train_model(model, "in graphs")
         peaks[keeps_transpose] = torch.cuda.max_memory_allocated() - before
         del model
     assert peaks[True] - peaks[False] >= sum(values) - 2 * max(values)

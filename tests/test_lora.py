@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
 import unittest.mock
@@ -29,8 +28,7 @@ from kernel_tools import (  # noqa: F401
     on_gpu,
 )
 from nanote.engine import is_frozen_in_fp8
-from test_frozen import train
-from trainer_tools import MODERN, ROOT
+from trainer_tools import MODERN, make_batch, train_model, write_edit
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
@@ -48,9 +46,7 @@ VARIANTS = {
 def edited(kind, engine):
     """Return the model file with the edit, as a new module that uses this engine."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "my_model.py")
-        path.write_text((ROOT / f"model_te_{kind}.py").read_text())
-        subprocess.run(["git", "apply", ROOT / f"examples/edits/{kind}/lora.diff"], cwd=folder, check=True)
+        path = write_edit(Path(folder), kind, "lora")
         spec = importlib.util.spec_from_file_location(f"lora_{kind}_{engine}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
@@ -71,12 +67,6 @@ def build(kind, engine, dtype=None, **options):
                 parameter.normal_(0.0, 0.05)
     is_bfloat16 = engine == "fast" or HAS_GPU
     return model.to(DEVICE, dtype or (torch.bfloat16 if is_bfloat16 else torch.float32))
-
-
-def make_batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(64, (1, 17), generator=generator).to(DEVICE)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def float32_twin(model, **options):
@@ -117,7 +107,7 @@ CASES += [on_gpu(*engine, variant) for engine in ENGINES[1:] for variant in VARI
 
 
 @pytest.mark.parametrize("kind, engine, variant", CASES)
-def test_gradients_of_adapters_against_float32(kind, engine, variant):
+def test_gradients_of_adapters_are_near_those_of_float32(kind, engine, variant):
     """Packed, and summed over two micro-batches. Of weights that are not an adapter's there are none."""
     layers = {} if HAS_GPU or "BF16" in variant else {"n_layer": 1}  # a CPU takes its time
     model = build(kind, engine, **VARIANTS[variant] | layers)
@@ -171,7 +161,7 @@ def test_a_base_in_fp8_and_recomputed_blocks_change_no_bit(kind, engine, determi
 @pytest.mark.parametrize("kind, engine, way", [
     on_gpu("optimized", "fast", "compiled"), on_gpu("optimized", "fast", "in graphs"),
     on_gpu("fast", "fast", "in graphs")])
-def test_it_trains_alike_compiled_and_in_cuda_graphs(kind, engine, way, deterministic):
+def test_adapters_train_alike_compiled_and_in_cuda_graphs(kind, engine, way, deterministic):
     torch._dynamo.reset()
     results = []
     for number in range(2):
@@ -179,7 +169,7 @@ def test_it_trains_alike_compiled_and_in_cuda_graphs(kind, engine, way, determin
         model.fp8_recipe.amax_history_len = 4
         run(model, [make_batch(9)])
         model.zero_grad()
-        results.append(train(model, way if number else "from Python"))
+        results.append(train_model(model, way if number else "from Python"))
     for found, expected in zip(*results):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
@@ -231,7 +221,7 @@ def test_an_adapter_has_no_scale_that_its_values_must_fit(size):
 
 
 @pytest.mark.parametrize("needs_dx", [False, True])
-def test_an_adapter_of_each_fused_layer(needs_dx):
+def test_each_fused_layer_gives_its_adapter_gradients(needs_dx):
     """Of a norm, of fc1 and of fc2, against the same without FP8. The first layer of a model has no dx."""
     torch.manual_seed(0)
     options = dict(device=DEVICE, params_dtype=torch.bfloat16, activation="swiglu", normalization="RMSNorm")
@@ -261,7 +251,7 @@ def test_an_adapter_of_each_fused_layer(needs_dx):
     (80, 160, 256, torch.float8_e4m3fn),
     *(on_gpu(rows, columns, rank, dtype) for rows, columns in ((4096, 4096), (28672, 4096), (4096, 8208))
       for rank in (16, 64, 80, 256) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))])
-def test_narrow_gemm(rows, columns, rank, dtype):
+def test_narrow_gemm_is_near_its_reference(rows, columns, rank, dtype):
     x = torch.randn(rows, columns, device=DEVICE).to(dtype)
     scale_inv = torch.tensor([0.3], device=DEVICE)
     w = torch.randn(rank, columns, device=DEVICE).bfloat16()
@@ -307,7 +297,7 @@ def test_a_layer_names_the_tensor_of_an_adapter_that_does_not_fit(a, b, message)
 @pytest.mark.parametrize("options, message", [
     ({"lora_rank": 8}, r"lora_rank=8: must be a multiple of 16 up to 256; 16 works"),
     ({"lora_base": "int8"}, "lora_base='int8': must be bf16, fp8 or fp8_and_transpose")])
-def test_a_wrong_field_is_one_line(kind, options, message):
+def test_a_wrong_field_is_named_with_its_rule(kind, options, message):
     config_class = getattr(edited(kind, "fast" if kind == "fast" else "reference"), CLASSES[kind][1])
     with pytest.raises(ValueError, match=message):
         config_class(**options)

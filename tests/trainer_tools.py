@@ -27,7 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel
 
 import train
+from nanote import parallel, recipes
 from nanote.command import run_command
+from nanote.ddp import make_gradients
+from nanote.graphs import CudaGraph
 from nanote.logs import read_metrics
 from nanote.tokens import write_tokens
 
@@ -112,6 +115,53 @@ def randomize(model):
     for p in model.parameters():
         p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
     return model
+
+
+def write_edit(folder: Path, kind: str, edit: str) -> Path:
+    """Write a copy of model_te_<kind>.py with an edit of examples/edits as my_model.py; return its path."""
+    path = folder / "my_model.py"
+    path.write_text((ROOT / f"model_te_{kind}.py").read_text())
+    diff = ROOT / "examples" / "edits" / kind / f"{edit}.diff"
+    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
+    return path
+
+
+def make_batch(seed=0):
+    """Return random tokens and labels of a model of test_frozen.py or test_lora.py, (1, 16) each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(64, (1, 17), generator=generator).to(device)  # each takes time in the interpreter
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train_model(model, way="from Python", keeps_fp8_weights=True):
+    """Train in steps of two micro-batches as train.py does; return losses and gradients. way: how the passes
+    are launched. keeps_fp8_weights: quantize weights in the first micro-batch of a step only."""
+    gradients = make_gradients(model, grad_accum=2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, foreach=False)  # which takes float32 gradients of BF16
+    net = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+
+    def forward_backward(batch, *, is_first_microbatch, is_last_microbatch):
+        options = {"is_first_microbatch": is_first_microbatch} if keeps_fp8_weights else {}
+        with gradients.accumulate(is_first_microbatch, is_last_microbatch):
+            loss = net(*batch, **options)
+            loss.backward()
+        return loss.detach()
+
+    if way == "in graphs":
+        forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.engine_tensors(model))
+    results = []
+    for step in range(4 if way == "in graphs" else 2):  # the third call is captured
+        for number in range(2):
+            batch = make_batch(2 * step + number + 100 * parallel.rank())
+            is_first = number == 0
+            results.append(
+                forward_backward(batch, is_first_microbatch=is_first, is_last_microbatch=not is_first))
+        gradients.set_grad()
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return results
 
 
 def make_tokens(folder) -> str:
