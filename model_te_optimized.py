@@ -722,8 +722,8 @@ def mark_frozen(weight):
     """Let a Float8Tensor of TE refuse to be trained, and keep its scale.
 
     By attributes, not by a subclass: TE's C++ code asks for the type Float8Tensor itself. copy.deepcopy keeps
-    them. Module.to() makes a new tensor without them: FP8Model sets them again. So does pickle: save
-    state_dict() instead.
+    them. `.to()` and pickle make a tensor without them. FP8Model sets them again after `.to()`; save
+    state_dict() instead of a pickle.
     """
     weight.is_frozen_in_fp8 = True
     weight.requires_grad_ = partial(refuse_to_train, tuple(weight.shape))

@@ -284,7 +284,7 @@ def test_narrow_gemm_names_an_argument_that_does_not_fit(changed, message):
     ((8, 80), (48, 8), "a has rank 8: must be a multiple of 16 up to 256; 16 works"),
     ((16, 48), (48, 16), r"a \(16, 48\) torch.bfloat16: must be \(16, 80\) torch.bfloat16"),
     ((16, 80), (48, 32), r"b \(48, 32\) torch.bfloat16: must be \(48, 16\) torch.bfloat16")])
-def test_a_layer_names_the_tensor_of_an_adapter_that_does_not_fit(a, b, message):
+def test_a_layer_names_an_adapters_tensor_that_does_not_fit(a, b, message):
     layer = modules.Linear(80, 48, device=DEVICE, params_dtype=torch.bfloat16)
     adapter = Adapter(16, 80, 48, 0.1)
     adapter.a = torch.zeros(a, device=DEVICE).bfloat16()
