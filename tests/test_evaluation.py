@@ -17,9 +17,10 @@ model = ddp.distribute(models.make_model(config, device, torch.float32, recipes.
 tokens = torch.randint(64, (1, 17))
 inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 loader = SimpleNamespace(device=device, evaluation=lambda count: [(inputs, 16)])
+shards = parallel.local_parameters(model)
 before = evaluation.validation_loss(config, model, loader)
-for part in parallel.local_parameters(model):  # as the optimizer does in a replayed CUDA graph
-    part.data.mul_(2)
+for shard in shards:  # as the optimizer does in a replayed CUDA graph
+    shard.data.mul_(2)
 after = evaluation.validation_loss(config, model, loader)
 with torch.no_grad():
     for unit in (model, *model.blocks):
