@@ -301,7 +301,7 @@ class Gradients:
 def reshard(model) -> None:
     """Free the weights of a sharded model that FSDP2 keeps gathered after a pass without gradients. The next
     pass gathers them again, since a step may have changed them: a replayed CUDA graph does not tell FSDP2."""
-    if parallel.mesh_of(model) is not None:
+    if hasattr(model, "reshard"):  # FSDP2 has added it
         for unit in (model, *model.blocks):
             unit.reshard()
 
