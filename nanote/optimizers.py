@@ -119,12 +119,16 @@ def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
-    matrices = matrices_of_blocks(model) if config.optimizer == "muon" else []
-    trained_by_muon = {parallel.local_part(matrix) for matrix in matrices}
-    parameters = [p for p in parallel.local_parameters(model) if p not in trained_by_muon]
-    saves_memory = any(is_frozen_in_fp8(p) for p in parameters) or adapters.trains_only_adapters(model)
+    saves_memory = any(map(is_frozen_in_fp8, model.parameters())) or adapters.trains_only_adapters(model)
+    parameters = list(model.parameters())
     if saves_memory:  # no state of frozen parameters
         parameters = [p for p in parameters if p.requires_grad]
+    matrices = []
+    if config.optimizer == "muon":
+        matrices = matrices_of_blocks(model, parameters)
+    trained_by_muon = {parallel.local_part(matrix) for matrix in matrices}
+    parameters = [parallel.local_part(p) for p in parameters]
+    parameters = [p for p in parameters if p not in trained_by_muon]
     if not parameters:  # Muon trains all that is not frozen, such as adapters in blocks
         return Optimizer(model, make_muon(matrices, config))
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -153,10 +157,11 @@ def make_muon(matrices, config):
     return Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
 
 
-def matrices_of_blocks(model) -> list:
-    """Return the model's parameters that Muon trains, with the fused QKV weight as one matrix."""
+def matrices_of_blocks(model, parameters) -> list:
+    """Return those of the parameters that Muon trains, with the fused QKV weight as one matrix."""
     blocks = getattr(model, "blocks", torch.nn.ModuleList())  # a user's own model may have none
-    matrices = [p for p in blocks.parameters() if p.dim() == 2 and not is_frozen_in_fp8(p)]
+    in_optimizer = set(parameters)
+    matrices = [p for p in blocks.parameters() if p.dim() == 2 and p in in_optimizer]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
                          "has none there; pass --optimizer adamw")

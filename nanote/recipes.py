@@ -157,8 +157,9 @@ def uses_delayed_scaling(model):
 
 
 def is_fresh(model):
-    """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
-    scales = [tensor for name, tensor in _state(model).items() if name.endswith(".scale")]
+    """Return whether delayed scaling has set no scale of a gradient yet: there is no state, or each is 1.
+    Scales of weights may be of weights that are frozen in FP8, which have theirs from the start."""
+    scales = [tensor for name, tensor in _state(model).items() if name.endswith("scaling_bwd.scale")]
     return all(bool((scale == 1).all()) for scale in scales)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import sample
 import train
 from hf_folders import make_model, make_tokenizer
-from nanote import checkpoint, trained_model
+from nanote import checkpoint, recipes, trained_model
 from nanote.tokens import write_tokens
 from tools import export_hf, import_hf
 from trainer_tools import ROOT, losses, metrics, run_script, run_train, sign
@@ -83,6 +83,32 @@ def test_a_run_resumes_exactly_and_is_evaluated(runs, tokens, capsys):
         assert run_script("sample.py", ["lora", *LORA.split(), "--max-new-tokens", "4"]) == 0
     finally:
         shutil.move(runs / "elsewhere", runs / "base")
+
+
+@pytest.mark.usefixtures("here")
+def test_muon_trains_and_resumes_adapters_of_a_base_in_bf16(tokens):
+    run = f"{SHAPE} {STEPS} {LORA} --optimizer muon --dtype bfloat16 --init-from base --out-dir muon"
+    assert run_train(run, tokens) == 0
+    expected = metrics("muon")
+    names = {name.split(".", 1)[1] for name in stored("muon/step-4", "optimizer.")}
+    assert names and all(".lora_" in name for name in names)
+    shutil.rmtree("muon/step-4")
+    assert run_train(f"--resume --out-dir muon {LORA}", tokens) == 0
+    assert metrics("muon") == expected
+
+
+@pytest.mark.usefixtures("here")
+def test_scales_of_gradients_are_found_where_the_base_has_its_own(tokens, monkeypatch):
+    """Of a run without FP8 that goes on in FP8: a frozen weight has a scale from the start, a gradient has
+    none."""
+    run = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --init-from base --set lora_base=fp8 --out-dir plain"
+    assert run_train(f"{run} --fp8-recipe none --max-steps 2", tokens) == 0
+    find = recipes.find_first_scales
+    searches = []
+    monkeypatch.setattr(recipes, "find_first_scales", lambda *args: searches.append(find(*args)))
+    assert run_train(f"--resume --out-dir plain {LORA} --fp8-recipe delayed --max-steps 3", tokens) == 0
+    assert run_train(f"--resume --out-dir plain {LORA} --max-steps 4", tokens) == 0  # it has scales now
+    assert len(searches) == 1
 
 
 @pytest.mark.usefixtures("here")
