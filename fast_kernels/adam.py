@@ -13,6 +13,7 @@ Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written 
 Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +25,8 @@ from fast_kernels.library import ceil_div
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
-# Pinned memory for a group's rows, ready for captures. A captured step takes two: gradient_norm and step call
-# `prepare`. It allocates new ones outside a capture only; a capture that finds none raises RuntimeError.
+# Tables of a group's rows, ready for captures. A captured step takes two, since gradient_norm and step call
+# `prepare`. It makes new ones outside a capture only; a capture that finds none raises RuntimeError.
 SPARES = 4
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -223,16 +224,16 @@ class _KernelArguments:
     """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
     tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
 
-    pointers: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips one without a gradient
+    pointers: torch.Tensor  # what the kernels read next: `table`, or while capturing the graph's own
+    table: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
-    addresses: list | None = None  # of the tensors for which `pointers` was made
-    spares: list = field(default_factory=list)  # pinned memory for the rows that a capture finds
-    # A replay of some graph copies its own rows to `pointers`, which are then not those of `addresses`
-    replays_copy_rows: bool = False
-    # These rows, in pinned memory. Kept for good: nothing tells the optimizer that a graph is gone.
-    captured_rows: list = field(default_factory=list)
+    addresses: list | None = None  # of the tensors for which `table` was written
+    gradients: list = field(default_factory=list)  # weak references to those among them
+    spares: list = field(default_factory=list)  # (rows in pinned memory, table) pairs for captures
+    # The pairs that graphs have taken. Kept for good: nothing tells the optimizer that a graph is gone.
+    captured: list = field(default_factory=list)
     host_hyperparameters: list | None = None  # the same numbers on the host
 
 
@@ -254,13 +255,19 @@ def _check_betas(betas, moment_dtype):
                          "BF16 moments, else these never decrease; (0.9, 0.95) works")
 
 
+def _refers_to(reference, gradient):
+    """Return whether a weak reference, or None, is to this gradient, or None."""
+    return gradient is (reference if reference is None else reference())
+
+
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
     With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. Each step calls it, too.
-    Gradients either keep their memory, or are new in each step, made and freed inside the graph by
-    zero_grad(). Call `write_hyperparameters` before a replay if one has changed.
+    Gradients are either tensors that are there before the capture, and the graph reads those of the last
+    `prepare`; or the graph makes them, and zero_grad() in it frees them. Call `write_hyperparameters` before
+    a replay if one has changed.
 
     moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
     store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
@@ -302,8 +309,10 @@ class FastAdam(torch.optim.Optimizer):
         device = groups_with_parameters[-1]["params"][0].device  # an empty group has that of one before
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
+        table = torch.zeros(len(parameters), ROW_SIZE.value, dtype=torch.int64, device=device)
         self.kernel_arguments.append(_KernelArguments(
-            pointers=torch.zeros(len(parameters), ROW_SIZE.value, dtype=torch.int64, device=device),
+            pointers=table,
+            table=table,
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
             hyperparameters=torch.zeros(4, dtype=torch.float64, device=device)))
@@ -396,28 +405,39 @@ class FastAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
                     addresses.append(0 if tensor is None else tensor.data_ptr())
-            # Nothing tells whether a replay came since the last call. So with such graphs each call copies:
-            # those of a step between replays, and each in a capture, whose replays may follow such a step.
-            if addresses != arguments.addresses or arguments.replays_copy_rows:
+            found = [parameter.grad for parameter in group["params"]]
+            is_same = addresses == arguments.addresses
+            if self._is_capturing():
+                # Gradients that the graph makes may lie where those of the last step were
+                is_same = is_same and all(map(_refers_to, arguments.gradients, found))
+            else:
+                arguments.gradients = [gradient if gradient is None else weakref.ref(gradient)
+                                       for gradient in found]
+                self._add_spares(arguments)
+            arguments.pointers = arguments.table
+            if not is_same:
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
-                self._write_pointers(arguments, torch.tensor(rows, dtype=torch.int64))
-                arguments.addresses = addresses
+                self._write_pointers(arguments, torch.tensor(rows, dtype=torch.int64), addresses)
 
-    def _write_pointers(self, arguments, rows):
-        """Copy rows to `pointers`. While capturing, let each replay do it, from pinned memory, which is
-        allocated before since a capture must not."""
+    def _write_pointers(self, arguments, rows, addresses):
+        """Write rows to `table`. While capturing, let each replay write them to a table of the graph's own:
+        steps from Python and other graphs write to `table`."""
         rows = rows.view(-1, ROW_SIZE.value)
         if self._is_capturing():
             if not arguments.spares:
                 self._refuse_while_capturing()
-            pinned = arguments.spares.pop().copy_(rows)
-            arguments.pointers.copy_(pinned, non_blocking=True)
-            arguments.captured_rows.append(pinned)
-            arguments.replays_copy_rows = True
+            pinned, arguments.pointers = arguments.spares.pop()
+            arguments.pointers.copy_(pinned.copy_(rows), non_blocking=True)
+            arguments.captured.append((pinned, arguments.pointers))
             return
-        arguments.pointers.copy_(rows)
-        while arguments.pointers.is_cuda and len(arguments.spares) < SPARES:
-            arguments.spares.append(torch.empty_like(rows, pin_memory=True))
+        arguments.table.copy_(rows)
+        arguments.addresses = addresses
+
+    def _add_spares(self, arguments):
+        table = arguments.table
+        while table.is_cuda and len(arguments.spares) < SPARES:
+            pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            arguments.spares.append((pinned, torch.empty_like(table)))
 
     @torch.no_grad()
     def write_hyperparameters(self):
@@ -446,7 +466,7 @@ class FastAdam(torch.optim.Optimizer):
         return types.pop()
 
     def _pointer_row(self, parameter, device):
-        """Return a row of `_KernelArguments.pointers`."""
+        """Return a row of `_KernelArguments.table`."""
         gradient = parameter.grad
         state = self.state[parameter]
         updated = self._slice(parameter)

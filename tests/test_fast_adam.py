@@ -327,19 +327,20 @@ def test_a_replay_follows_gradients_and_options():
 
 
 @pytest.mark.gpu
-def test_a_graph_may_make_and_free_gradients():
-    """Steps from Python come between its replays, with gradients at other addresses."""
+def test_graphs_may_make_and_free_gradients():
+    """Steps from Python, and of three graphs, come one after the other, with gradients at other addresses or
+    at the same."""
     outcomes = [train_with_gradients_inside(graphed) for graphed in (False, True)]
     assert all(torch.equal(a, b) for a, b in zip(*outcomes))
 
 
 def train_with_gradients_inside(graphed):
-    """Return weights and gradient norms of eight steps, of which two are never graphed."""
+    """Return weights and gradient norms of 24 steps, of which some are never graphed."""
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95))
 
-    def train_step(factor):
-        losses = [(parameter.float() * factor - 1).square().mean() for parameter in params]
+    def train_step(factors):
+        losses = [(parameter.float() * factors.mean() - 1).square().mean() for parameter in params]
         sum(losses).backward()
         norm = optimizer.gradient_norm()
         optimizer.step()
@@ -348,11 +349,12 @@ def train_with_gradients_inside(graphed):
 
     replayed = CudaGraph(train_step) if graphed else train_step
     norms = []
-    for step in range(8):
-        factor = torch.full((), 1.0 + step, device="cuda")
-        memory = torch.empty(step << 20, device="cuda")  # so that addresses differ
-        run = train_step if step in (4, 6) else replayed
-        norms.append(run(factor).item())
+    for step in range(24):
+        size = 1 + step // 4 % 3  # four steps of a graph, then of the next one
+        factors = torch.full((size,), 1.0 + step / 10, device="cuda")
+        memory = torch.empty(step % 5 << 20, device="cuda")  # so that addresses differ
+        run = train_step if step in (14, 15, 18) else replayed
+        norms.append(run(factors).item())
         del memory
     return [*(parameter.detach() for parameter in params), torch.tensor(norms)]
 
