@@ -46,7 +46,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __version__ = "2.20"  # the TE release whose behavior this file follows
 
@@ -1566,6 +1566,16 @@ def _fp8_parameter_value(parameter, master):
 
 # ---------------------------------------------------------------- frozen weights in FP8 (not in TE)
 
+def _tensors_written_by(function, args, kwargs):
+    """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
+    written = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return tree_leaves(written)
+
+
 class FrozenWeight(torch.Tensor):
     """A weight (out, in) that is not trained, in E4M3: one byte a value. To operations it is a tensor of its
     `dtype`, which they dequantize. `copy_` quantizes new values.
@@ -1631,7 +1641,7 @@ class FrozenWeight(torch.Tensor):
             return cls(weight.rowwise, weight.scale, weight.dtype)
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
             return args[0].copy_(args[1])
-        if function._schema.is_mutable and isinstance(args[0], cls):
+        if any(isinstance(tensor, cls) for tensor in _tensors_written_by(function, args, kwargs or {})):
             raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
         args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return function(*args, **kwargs)

@@ -6,11 +6,22 @@ leaves room for values that grow, which these do not: here the recipe's has no e
 """
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fast_kernels import casts
 from fast_kernels.fp8 import KEPT, Float8Tensor, FP8Data, Quantization
 
 DTYPE = torch.float8_e4m3fn  # of weights in every recipe
+
+
+def tensors_written_by(function, args, kwargs):
+    """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
+    written = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return tree_leaves(written)
 
 
 class FrozenWeight(Float8Tensor):
@@ -75,7 +86,7 @@ class FrozenWeight(Float8Tensor):
             return cls(weight.fp8_data(), weight.scale, weight.dtype)
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
             return args[0].copy_(args[1])
-        if function._schema.is_mutable and isinstance(args[0], cls):
+        if any(isinstance(tensor, cls) for tensor in tensors_written_by(function, args, kwargs or {})):
             raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
         return super().__torch_dispatch__(function, types, args, kwargs)
 

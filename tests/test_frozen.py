@@ -350,6 +350,20 @@ def test_a_model_without_memory_loads_weights_one_by_one(name):
     assert torch.equal(loss_of(model), loss_of(source))
 
 
+@pytest.mark.parametrize("name", ["reference", "fast modules"])
+@pytest.mark.parametrize("write", [
+    lambda weight, values: weight.mul_(2), lambda weight, values: torch._foreach_copy_([weight], [values]),
+    lambda weight, values: torch.add(values, 1, out=weight)], ids=["mul", "foreach_copy", "out"])
+@torch.no_grad()
+def test_an_operation_that_would_write_to_a_frozen_weight_raises(name, write):
+    model, _ = pair(name, {"n_layer": 1}, **ONCE)
+    weight = model.blocks[0].attn.qkv.weight
+    before = weight.dequantize().clone()
+    with pytest.raises(ValueError, match="frozen in FP8; only copy_ changes it"):
+        write(weight, torch.zeros_like(before))
+    assert torch.equal(weight.dequantize(), before)
+
+
 @pytest.mark.parametrize("recipe", [te_reference.Float8BlockScaling(), te_reference.MXFP8BlockScaling()])
 def test_a_recipe_with_block_scales_refuses_frozen_weights(recipe):
     layer = te_reference.Linear(32, 32, device=DEVICE)
