@@ -16,8 +16,8 @@ scaling stay as they are.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
   probabilities that make its mean exact; before that it is rounded to float16, which has 256 values between
-  the two. The random numbers are PyTorch's and not part of a checkpoint: a run
-  that is cut continues with others.
+  the two. The random numbers are PyTorch's, whose generator a checkpoint restores: a run that is cut
+  continues with the same ones.
 """
 
 import math
@@ -160,6 +160,7 @@ def dequantized(x, scale_inv):
 def cast_gradient_stochastically(
         logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8_dtype):
     """Compute `fast_kernels.loss.cast_gradient` with stochastic rounding to E5M2."""
+    assert fp8_dtype == torch.float8_e5m2
     gradient = logits_gradient(logits, labels, lse, factor, label_smoothing, softcap)
     largest = torch.linalg.vector_norm(gradient, ord=math.inf)
     amax.copy_(torch.maximum(amax, largest))
@@ -168,7 +169,7 @@ def cast_gradient_stochastically(
 
 
 def round_stochastically(x, scale):
-    """Return x · scale in E5M2, saturated, each value rounded to one of its two neighbors.
+    """Return x · scale in E5M2, saturated, each value rounded to one of its two neighbors. NaN stays NaN.
 
     E5M2 is the upper byte of float16. The lower byte is how far a value lies above its lower neighbor, in
     256ths of the distance of the two: a random byte is added to it, and the carry decides.
@@ -176,7 +177,8 @@ def round_stochastically(x, scale):
     largest = torch.finfo(torch.float8_e5m2).max
     scaled = (x * scale).clamp_(-largest, largest).half()
     bits = scaled.view(torch.int16)
-    bits += torch.randint_like(bits, 256)
+    random_bytes = torch.randint_like(bits, 256)
+    bits += random_bytes.masked_fill_(scaled.isnan(), 0)  # a carry would turn NaN into 0
     upper_bytes = (bits >> 8).to(torch.int8)
     return upper_bytes.view(torch.float8_e5m2)
 

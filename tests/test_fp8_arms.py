@@ -149,6 +149,11 @@ def test_stochastic_rounding_is_right_in_the_mean():
     assert (error.abs() <= 0.02 * (upper - lower)).all()
 
 
+def test_stochastic_rounding_keeps_nan():
+    x = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)  # a GPU's NaN
+    assert fp8_arms.round_stochastically(x, torch.ones(1, device=DEVICE)).float().isnan().all()
+
+
 @pytest.mark.gpu
 def test_each_replay_of_a_cuda_graph_rounds_differently():
     x = torch.full((16, 64), 1.1, device=DEVICE)
