@@ -10,28 +10,34 @@ Single runs scatter by 1 % of the loss, mostly by their first weights and the or
 has both in common, so the difference of two losses scatters less; that of the training losses, which are
 means over many steps on the same batches, least.
 
-A run consists of parts. Each loads the state that the part before it saved, weights and moments:
+A run consists of parts. Each loads the weights and moments that the part before it saved, and no FP8 scales:
+FP8 finds them on its first batch. A part that was cut restores everything.
 
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
-The baseline is BF16 in all parts. An arm loads the baseline's checkpoint at `start`. The baseline is also
-saved at every quarter before `start`, so runs with other --start reuse it. The learning rate is that of the
-whole run of --tokens, of which `start`, `stop` and `end` are fractions.
+The baseline is BF16 in all parts. An arm loads the baseline's checkpoint at `start`. A run with --start is
+also saved at the quarters before it, and runs with a later --start reuse them; a run from 0 saves none. The
+learning rate is that of the whole run of --tokens, of which `start`, `stop` and `end` are fractions.
 
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
 
-An arm is a set of options of train.py, below in ARMS. Some also replace functions (bench/fp8_arms.py):
+An arm is a set of options of train.py, below in ARMS. The kit's arms train model_te_fast.py where it runs,
+but `current` and `block` need Transformer Engine. Some arms also replace functions (bench/fp8_arms.py):
 
     fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
     fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
     fp8-scales-1                                   scales start at 1; else the first batch finds them
     fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
 
-Each GPU trains some of the seeds. After --minutes a run saves its state, and the same command continues it.
-The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an arm is not needed after its run.
-The JSON has a record per run, with the loss of each step, and from all of them `pairs`: differences, their
-95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of BF16.
+Each GPU trains some of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its state,
+and the same command continues it. The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an
+arm is not needed after its run. The JSON has a record per complete run, with the loss of each step, and from
+all of them `pairs`: differences, their 95 % intervals over seeds (t distribution), and how much faster an arm
+is at the loss of BF16. A pair whose runs did not share their first part is left out.
+
+All arms share one baseline, so their differences from it are not independent. Compare two arms by the
+difference of their losses, seed by seed.
 """
 
 import sys
@@ -42,15 +48,18 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import hashlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from time import monotonic as clock  # in seconds
+from time import sleep
 from typing import Literal
 
 import torch
@@ -64,7 +73,7 @@ from nanote.command import parse, run_command
 from nanote.config import TrainConfig
 from nanote.evaluation import validation_loss
 from nanote.loader import Loader
-from nanote.parallel import Ranks
+from nanote.parallel import Ranks, StopRequest
 from nanote.schedule import learning_rate
 
 BASELINE = "bf16"
@@ -90,6 +99,8 @@ ARMS = {  # {name: options of train.py}
 # keys of fp8_arms.CHANGES, whose import needs Triton
 CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-dgrad-float32", "fp8-scales-1",
                "fp8-stochastic-logits")
+# their GEMMs or roundings are emulated, so that their speed means nothing
+EMULATED = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-stochastic-logits")
 MODERN = dict(
     activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
 SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)
@@ -101,6 +112,8 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
                  warmup_steps=4, eval_tokens=512),
 }
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
+TIME_TO_TRAIN = 0.95  # of --minutes; the rest is for writing the state
+NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
 # 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
@@ -118,7 +131,7 @@ class Options:
     stop: float = 1.0  # Where it stops.
     end: float | None = None  # Where the run ends. None: at --stop.
     lr: float = 1.2e-3  # Peak learning rate.
-    minutes: float = math.inf  # Save and stop after so long; the same command continues.
+    minutes: float = math.inf  # Save and stop within so long; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
     out_dir: Path = Path("out/paired")  # Folder of the runs' states.
     json: Path = Path("results/paired.json")  # Read and written.
@@ -177,13 +190,51 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
 
 
 def is_complete(part: Part) -> bool:
+    meta = meta_of(part)
+    return meta is not None and meta["step"] == part.last_step and "val_loss" in meta
+
+
+def meta_of(part: Part) -> dict | None:
+    """Return meta.json of a part's newest checkpoint, None without one. Its validation losses are in it if
+    they are known."""
     newest = checkpoint.latest(part.folder)
-    return newest is not None and checkpoint.step_of(newest) == part.last_step
+    if newest is None:
+        return None
+    meta = checkpoint.read_meta(newest)
+    if validation_file(part).exists():
+        meta |= json.loads(validation_file(part).read_text())
+    return meta
+
+
+def validation_file(part: Part) -> Path:
+    return part.folder / "validation.json"
 
 
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
-    return TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
+    config = TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
+    baseline = TrainConfig(**SIZES[options.size] | ARMS[BASELINE] | fields)
+    needs_te = config.fp8_recipe in ("current", "block")
+    if config.model == "auto" and not needs_te and picked_model(baseline) == "fast":
+        config = replace(config, model="fast")  # not another model than the baseline's
+    return config
+
+
+def picked_model(config: TrainConfig) -> str:
+    """Return the model that a config trains on this machine."""
+    device = models.pick_device(config.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    name, _ = models.pick_model(asdict(config), device, dtype)
+    return name
+
+
+def stored_config(config: TrainConfig) -> dict:
+    """Return a config as meta.json has it, without the path of the data."""
+    fields = json.loads(json.dumps(asdict(config), default=str))
+    del fields["data"]
+    return fields
 
 
 def changes_of(arm: str):
@@ -194,12 +245,27 @@ def changes_of(arm: str):
     return fp8_arms.changed(arm)
 
 
-def train_part(options: Options, seed: int, part: Part, source: Path | None, deadline: float) -> None:
-    """Train the steps of a part that are missing, until the deadline, and save its state.
+class TimeLimit:
+    """When training has to stop: before --minutes are over, or at a signal."""
 
-    source: folder of the part before it, None for initial weights. deadline: of clock().
+    def __init__(self, minutes: float, stop: StopRequest):
+        self.deadline = clock() + TIME_TO_TRAIN * 60 * minutes
+        self.stop = stop
+        self.longest_start = 0.0  # seconds to build, compile and capture a part, with its first steps
+
+    def allows(self, seconds: float) -> bool:
+        return not self.stop.is_received and clock() + seconds < self.deadline
+
+
+def train_part(options: Options, seed: int, part: Part, source: Path | None, limit: TimeLimit) -> None:
+    """Train the steps of a part that are missing, within the time limit, and save its state. Then validate
+    it if it is complete.
+
+    source: folder of the part before it, None for initial weights.
     """
+    began = clock()
     config = config_of(options, part.arm, seed)
+    config_in_meta = stored_config(config)
     device = models.pick_device(config.device)
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
@@ -208,19 +274,41 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, dea
     functions = train.make_step(config, model, optimizer, gradients)
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
         functions = train.with_cuda_graphs(model, optimizer, functions)
-    step, losses, ms_per_step = train_steps(
-        config, optimizer, functions, loader, so_far["step"] + 1, part.last_step, deadline)
-    meta = {
-        "losses": so_far["losses"] + losses,
-        "ms_per_step": so_far["ms_per_step"] + ms_per_step,
-        "train_sha256": loader.meta["train_sha256"],
-        "machine": recipes.describe(),
-        "commit": commit(),
-    }
-    if step == part.last_step:
-        meta |= validation_losses(config, model, device)
-    with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
-        checkpoints.save(step, model, optimizer, meta | {"model_config": asdict(model.config)})
+    trained = train_steps(config, optimizer, functions, loader, so_far["step"] + 1, part.last_step, limit)
+    if len(trained.times) > 1:
+        limit.longest_start = max(limit.longest_start, trained.times[1] - began)
+    machine = recipes.describe()
+    # times of another GPU are not mixed with those of this one
+    ms_so_far = so_far["ms_per_step"] if so_far.get("machine") == machine else []
+    newest = checkpoint.latest(part.folder)
+    is_saved = newest is not None and checkpoint.step_of(newest) == trained.step
+    if not is_saved:  # else it was stopped before its validation
+        meta = {
+            "losses": so_far["losses"] + trained.losses,
+            "skipped_steps": so_far.get("skipped_steps", 0) + trained.skipped_steps,
+            "ms_per_step": ms_so_far + ms_of_chunks(trained.times),
+            "train_sha256": loader.meta["train_sha256"],
+            "weights_sha256": weights_sha256(model),
+            "config": config_in_meta,
+            "model_config": asdict(model.config),
+            "machine": machine,
+            "commit": commit(),
+        }
+        validation_file(part).unlink(missing_ok=True)  # of a checkpoint that was removed
+        with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
+            checkpoints.save(trained.step, model, optimizer, meta)
+    if trained.step == part.last_step:
+        write_json(validation_file(part), validation_losses(config, model, device))
+
+
+def weights_sha256(model) -> str:
+    """Return a checksum by which two runs see that they began with the same weights."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(training_state.weights_of(model).items()):
+        digest.update(name.encode())
+        values = weight.detach().cpu().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source: Path | None) -> dict:
@@ -238,22 +326,37 @@ def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source:
     return {"step": part.first_step - 1, "losses": [], "ms_per_step": []}
 
 
+@dataclass
+class Trained:
+    """What `train_steps` has done."""
+
+    step: int  # the last one
+    losses: list[float]  # of each step
+    skipped_steps: int  # whose gradient norm was not finite
+    times: list[float]  # of clock(), at the begin and after each chunk
+
+
 def train_steps(config: TrainConfig, optimizer, functions, loader, first_step: int, last_step: int,
-                deadline: float) -> tuple[int, list[float], list[float]]:
-    """Train until the deadline. Return the step reached, the loss of each step, and ms per step."""
+                limit: TimeLimit) -> Trained:
+    """Train until the time limit, at least one chunk or, at a signal, one step."""
     losses = []  # on the device
+    skipped_steps = torch.zeros((), device=loader.device)
     times = [clock()]
     step = first_step - 1
-    while step < last_step and times[-1] < deadline:
-        step += 1
+    for step in range(first_step, last_step + 1):
         optimizer.set_lr(learning_rate(step, config))
         loss = train.run_micro_batches(functions.forward_backward, loader.batches(step))
-        functions.update()
+        norm = functions.update()
         losses.append(loss)
-        if step % CHUNK == 0 or step == last_step:
+        skipped_steps += ~norm.isfinite()
+        is_stopped = limit.stop.is_received
+        if step % CHUNK == 0 or step == last_step or is_stopped:
             loss.item()  # waits for the GPU
             times.append(clock())
-    return step, [loss.item() for loss in losses], ms_of_chunks(times)
+            chunk = times[-1] - times[-2]
+            if is_stopped or not limit.allows(chunk):
+                break
+    return Trained(step, [loss.item() for loss in losses], int(skipped_steps), times)
 
 
 def validation_losses(config: TrainConfig, model, device) -> dict:
@@ -296,21 +399,21 @@ def load_state(folder: Path, model, optimizer) -> None:
 
 def train_seeds(options: Options) -> bool:
     """Train the runs of all lengths and seeds on one device. Return whether they are complete in time."""
-    deadline = clock() + 60 * options.minutes
-    return all(train_length(single, deadline) for single in options.one_length_each())
+    with closing(StopRequest()) as stop:  # Ctrl-C and SIGTERM finish the step and save
+        limit = TimeLimit(options.minutes, stop)
+        return all(train_length(single, limit) for single in options.one_length_each())
 
 
-def train_length(options: Options, deadline: float) -> bool:
-    """Train the runs of one length until the deadline. Return whether they are complete."""
+def train_length(options: Options, limit: TimeLimit) -> bool:
+    """Train the runs of one length within the time limit. Return whether they are complete."""
     for seed in options.seeds:
         for arm in (BASELINE, *options.arms):
             source = None
             for part in parts_of_run(options, arm, seed):
                 if not is_complete(part):
-                    if clock() >= deadline:
+                    if not limit.allows(limit.longest_start):
                         return False
-                    with changes_of(part.arm):
-                        train_part(options, seed, part, source, deadline)
+                    train_or_name(options, seed, part, source, limit)
                     free()
                     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
                 if not is_complete(part):
@@ -318,6 +421,17 @@ def train_length(options: Options, deadline: float) -> bool:
                 source = part.folder
             print(f"{options.size} seed {seed} {arm}: done", flush=True)
     return True
+
+
+def train_or_name(options: Options, seed: int, part: Part, source: Path | None, limit: TimeLimit) -> None:
+    """Train a part. If that fails, print which part it is."""
+    try:
+        with changes_of(part.arm):
+            train_part(options, seed, part, source, limit)
+    except Exception:
+        print(f"{options.size} seed {seed} {part.arm}, steps {part.first_step} to {part.last_step}: failed",
+              flush=True)
+        raise
 
 
 def visible_gpus() -> list[str]:
@@ -333,69 +447,126 @@ def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
     gpus = visible_gpus()
     if len(gpus) == 1 or len(options.seeds) == 1:
         return train_seeds(options)
-    processes = []
+    processes = {}  # {their seeds: process}
     for i, gpu in enumerate(gpus):
         seeds = [str(seed) for seed in options.seeds[i::len(gpus)]]
         if seeds:
             # of two options --seeds the last one counts
             command = [sys.executable, __file__, *argv, "--seeds", *seeds, "--only-train"]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-            processes.append(subprocess.Popen(command, env=environment))
-    codes = [process.wait() for process in processes]
-    return all(code == 0 for code in codes)
+            processes[" ".join(seeds)] = subprocess.Popen(command, env=environment)
+    wait_for(list(processes.values()))
+    for seeds, process in processes.items():
+        if process.returncode not in (0, NOT_COMPLETE):
+            print(f"--seeds {seeds}: its process failed with exit code {process.returncode}", flush=True)
+    return all(process.returncode == 0 for process in processes.values())
+
+
+def wait_for(processes: list[subprocess.Popen]) -> None:
+    """Wait for the end of all processes. Pass a signal on, at which they save their states."""
+    is_passed_on = False
+    with closing(StopRequest()) as stop:
+        while any(process.poll() is None for process in processes):
+            if stop.is_received and not is_passed_on:
+                is_passed_on = True
+                for process in processes:
+                    process.send_signal(signal.SIGTERM)
+            sleep(0.2)
 
 
 # ---------------------------------------------------------------- what they show
 
-def run_record(options: Options, arm: str, seed: int) -> dict:
-    """Return the record of a complete run for the JSON."""
+def run_record(options: Options, arm: str, seed: int) -> dict | None:
+    """Return the record of a run for the JSON, None if the run is not complete."""
     parts = parts_of_run(options, arm, seed)
-    metas = [checkpoint.read_meta(checkpoint.latest(part.folder)) for part in parts]
+    if not all(is_complete(part) for part in parts):
+        return None
+    metas = [meta_of(part) for part in parts]
     losses = []
-    ms_per_step = []
+    skipped_steps = 0
+    start = options.step_at(options.start)
     for part, meta in zip(parts, metas):
         losses += meta["losses"]
-        if part.arm == arm:
-            ms_per_step += meta["ms_per_step"]
+        skipped_steps += meta.get("skipped_steps", 0)
+        if part.last_step == start:
+            shared = meta
+        if part.first_step == start + 1:
+            window = meta  # the arm's part, or that of the baseline beside it
+    ms_per_step = window["ms_per_step"]
     last = metas[-1]
     return {
         "size": options.size, "arm": arm, "seed": seed, "steps": options.steps, "lr": options.lr,
         "train_sha256": last["train_sha256"],
         "tokens": options.steps * options.tokens_per_step,
         "start": options.start, "stop": options.stop, "end": options.end_or_stop,
+        "shared_weights": shared.get("weights_sha256"),
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
-        "losses": [round(loss, 6) for loss in losses], "val_loss": last["val_loss"],
-        "val_loss_without_fp8": last.get("val_loss_without_fp8"),
-        "machine": last["machine"], "commit": last["commit"]}
+        "losses": [round(loss, 6) for loss in losses], "skipped_steps": skipped_steps,
+        "val_loss": last["val_loss"], "val_loss_without_fp8": last.get("val_loss_without_fp8"),
+        "machine": window["machine"], "commit": last["commit"]}
 
 
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm, size, number of tokens and window."""
-    rows = [row_of(pairs) for pairs in pairs_by_row(runs)]
-    for row in rows:
-        row["speed_to_equal_loss"] = speed_to_equal_loss(row, rows)
+    pairs_of_rows = pairs_by_row(runs)
+    rows = [row_of(pairs) for pairs in pairs_of_rows]
+    for row, pairs in zip(rows, pairs_of_rows):
+        others = [other for other in pairs_of_rows if is_other_length(other, pairs)]
+        speed, interval = speed_to_equal_loss(row, pairs, others)
+        row["speed_to_equal_loss"] = speed
+        row["speed_to_equal_loss_interval"] = interval
     return rows
 
 
 def pairs_by_row(runs: list[dict]) -> list[list[tuple]]:
-    """Return the pairs of each row of `summarize`: (the arm's run, BF16's) for each seed that has both."""
-    baselines = {}  # {pair_of(run): BF16's run}
-    for run in runs:
-        if run["arm"] == BASELINE:
-            baselines[pair_of(run)] = run
-    pairs = {}  # {(arm, *fields of PAIR): pairs of a row}
+    """Return the pairs of each row of `summarize`: (the arm's run, BF16's) for each seed that has both. Of
+    two pairs of a seed, such as those of two machines, the later one counts."""
+    baselines = baselines_of(runs)
+    pairs = {}  # {(arm, *fields of PAIR): {seed: pair}}
     for run in runs:
         baseline = baselines.get(pair_of(run))
-        if run["arm"] != BASELINE and baseline is not None:
+        if run["arm"] != BASELINE and not reason_against(run, baseline):
             key = tuple(run[name] for name in ("arm", *PAIR))
-            pairs.setdefault(key, []).append((run, baseline))
-    return list(pairs.values())
+            pairs.setdefault(key, {})[run["seed"]] = (run, baseline)
+    return [list(of_seeds.values()) for of_seeds in pairs.values()]
+
+
+def baselines_of(runs: list[dict]) -> dict:
+    """Return {pair_of(run): BF16's run}."""
+    return {pair_of(run): run for run in runs if run["arm"] == BASELINE}
+
+
+def reason_against(run: dict, baseline: dict | None) -> str:
+    """Return why two runs are no pair, "" if they are one."""
+    if baseline is None:
+        return "there is no BF16 run from the same weights"
+    start = round(run["start"] * run["steps"])
+    if str(run["losses"][:start]) != str(baseline["losses"][:start]):  # str: NaN is equal to NaN
+        return "BF16 has other losses before its start"
+    for one in (run, baseline):
+        if not math.isfinite(training_loss(one)) or not math.isfinite(one["val_loss"]):
+            return f"the loss of {one['arm']} is not finite at its end"
+    return ""
+
+
+def lines_about_others(runs: list[dict]) -> list[str]:
+    """Return a line for each run of an arm that is in no row."""
+    baselines = baselines_of(runs)
+    lines = []
+    for run in runs:
+        if run["arm"] != BASELINE and (reason := reason_against(run, baselines.get(pair_of(run)))):
+            lines.append(f"{run['size']} seed {run['seed']} {run['arm']}, {run['tokens']:,} tokens from "
+                         f"{run['start']:g} to {run['stop']:g}: left out, {reason}")
+    return lines
 
 
 def row_of(pairs: list[tuple]) -> dict:
     """Return the mean differences of an arm from BF16 over the seeds, in nats, with their 95 % intervals."""
     training = [training_loss(run) - training_loss(baseline) for run, baseline in pairs]
     validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in pairs]
+    # of the same weights, evaluated in BF16
+    without_fp8 = [run["val_loss_without_fp8"] - baseline["val_loss"] for run, baseline in pairs
+                   if run.get("val_loss_without_fp8") is not None]
     baseline_loss = statistics.mean(training_loss(baseline) for _, baseline in pairs)
     first_run, _ = pairs[0]
     return {name: first_run[name] for name in ("arm", *PAIR)} | {
@@ -403,7 +574,9 @@ def row_of(pairs: list[tuple]) -> dict:
         "training": statistics.mean(training), "training_interval": interval_of(training),
         "training_percent": 100 * statistics.mean(training) / baseline_loss,
         "validation": statistics.mean(validation), "validation_interval": interval_of(validation),
-        "speed": median_speed(pairs)}
+        "validation_without_fp8": statistics.mean(without_fp8) if without_fp8 else None,
+        "validation_without_fp8_interval": interval_of(without_fp8),
+        "speed": None if first_run["arm"] in EMULATED else median_speed(pairs)}
 
 
 def interval_of(values: list[float]) -> list[float] | None:
@@ -418,66 +591,88 @@ def interval_of(values: list[float]) -> list[float] | None:
 
 
 def median_speed(pairs: list[tuple]) -> float | None:
-    """Return BF16's time per step over the arm's, the median of the pairs that were timed; None if none was,
-    because the parts were too short."""
-    ratios = [baseline["ms"] / run["ms"] for run, baseline in pairs if baseline["ms"] and run["ms"]]
+    """Return BF16's time per step over the arm's, the median of the pairs that were timed on one kind of
+    machine; None if none was, because the parts were too short or on different ones."""
+    ratios = []
+    for run, baseline in pairs:
+        if baseline["ms"] and run["ms"] and baseline["machine"] == run["machine"]:
+            ratios.append(baseline["ms"] / run["ms"])
     return statistics.median(ratios) if ratios else None
 
 
 def pair_of(run: dict) -> tuple:
-    """Return the values that a run shares with its baseline."""
-    return tuple(run[name] for name in ("seed", *PAIR))
+    """Return the values that a run shares with its baseline. Older records have no "shared_weights"."""
+    return (*(run[name] for name in ("seed", *PAIR)), run.get("shared_weights"))
 
 
 def training_loss(run: dict) -> float:
     """Return the mean training loss of the last steps, as many as a tenth of the whole run has, also where
-    the run ends earlier."""
-    count = max(1, run["steps"] // 10)
+    the run ends earlier, but at most as many as the arm has: --stop 0.25 of 344 steps takes the last 34 of
+    86 steps, and --start 0.5 --stop 0.55 the last 17 of 189."""
+    arm_steps = round(run["stop"] * run["steps"]) - round(run["start"] * run["steps"])
+    count = max(1, min(run["steps"] // 10, arm_steps))
     return statistics.mean(run["losses"][-count:])
 
 
-def speed_to_equal_loss(row: dict, rows: list[dict]) -> float | None:
-    """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
+def speed_to_equal_loss(row: dict, pairs: list[tuple], others: list[list[tuple]]) -> tuple:
+    """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss, and its
+    interval, that of the gap.
 
     BF16's loss is taken as linear in log(tokens) between two lengths of whole runs: this row's, and the
-    nearest other one, where BF16's loss is lower by `fall`, negative if that run is shorter. The arm's loss
-    is higher than BF16's by `gap`. So the arm needs (nearest tokens / tokens)^(gap / fall) times as many
-    tokens.
+    nearest other one. Its slope is that of the seeds which both have. The arm's loss is higher than BF16's by
+    `gap`. So the arm needs exp(gap / slope) times as many tokens.
 
-    None without such runs, or if the gap is larger than the fall, since that is too far to extrapolate.
+    None without such runs, if BF16's loss does not fall with more tokens, or if the gap is larger than the
+    fall between the two lengths, since that is too far to extrapolate.
+
+    pairs: of the row. others: those of the rows that differ in the number of tokens alone.
     """
     if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
-        return None
-    nearest = nearest_length(row, rows)
-    if nearest is None:
-        return None
-    fall = row["baseline_training_loss"] - nearest["baseline_training_loss"]
-    gap = row["training"]
-    if abs(gap) > abs(fall):
-        return None
-    more_tokens = (nearest["tokens"] / row["tokens"]) ** (gap / fall)
-    return row["speed"] / more_tokens
+        return None, None
+    others = [other for other in others if baseline_falls(pairs, other)]
+    if not others:
+        return None, None
+    nearest = min(others, key=lambda other: abs(log_of_tokens(other, pairs)))
+    fall = statistics.mean(baseline_falls(pairs, nearest))
+    slope = fall / log_of_tokens(nearest, pairs)
+
+    def speed_at(gap: float) -> float | None:
+        if slope <= 0 or abs(gap) > abs(fall):
+            return None
+        return row["speed"] / math.exp(gap / slope)
+
+    speed = speed_at(row["training"])
+    if row["training_interval"] is None:
+        return speed, None
+    low, high = row["training_interval"]
+    interval = [speed_at(high), speed_at(low)]  # the smaller gap is the higher speed
+    return speed, None if None in interval else interval
 
 
-def nearest_length(row: dict, rows: list[dict]) -> dict | None:
-    """Return the row of the same arm whose number of tokens is the nearest other one, None without such."""
-    others = [other for other in rows if is_other_length(other, row)]
-    return min(others, key=lambda other: distance(other, row), default=None)
-
-
-def is_other_length(other: dict, row: dict) -> bool:
+def is_other_length(other: list[tuple], pairs: list[tuple]) -> bool:
+    """Return whether the pairs of two rows differ in the number of tokens alone."""
     same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-    return other["tokens"] != row["tokens"] and all(other[name] == row[name] for name in same)
+    other_run, _ = other[0]
+    run, _ = pairs[0]
+    return other_run["tokens"] != run["tokens"] and all(other_run[name] == run[name] for name in same)
 
 
-def distance(other: dict, row: dict) -> float:
-    return abs(math.log(other["tokens"] / row["tokens"]))
+def baseline_falls(pairs: list[tuple], other: list[tuple]) -> list[float]:
+    """Return how much lower BF16's loss is in another row, for each seed that both have."""
+    losses = {baseline["seed"]: training_loss(baseline) for _, baseline in other}
+    return [training_loss(baseline) - losses[baseline["seed"]] for _, baseline in pairs
+            if baseline["seed"] in losses]
+
+
+def log_of_tokens(other: list[tuple], pairs: list[tuple]) -> float:
+    """Return the log of how many times as many tokens another row has."""
+    return math.log(other[0][0]["tokens"] / pairs[0][0]["tokens"])
 
 
 def main_table(rows: list[dict]) -> str:
     """Return the Markdown table of the pairs."""
     titles = ["arm", "size", "tokens", "the arm's part", "seeds", "training loss, nats", "95 % interval", "%",
-              "validation loss", "95 % interval", "x BF16", "at equal loss"]
+              "validation loss", "95 % interval", "x BF16", "at equal loss", "95 % interval"]
     lines = []
     for row in rows:
         lines.append([
@@ -486,12 +681,13 @@ def main_table(rows: list[dict]) -> str:
             str(row["seeds"]), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
             f"{row['training_percent']:+.2f}", f"{row['validation']:+.4f}",
             describe_interval(row["validation_interval"]), describe_ratio(row["speed"]),
-            describe_ratio(row["speed_to_equal_loss"])])
+            describe_ratio(row["speed_to_equal_loss"]),
+            describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}")])
     return markdown(titles, lines)
 
 
-def describe_interval(interval: list[float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+def describe_interval(interval: list[float] | None, number: str = "{:+.4f}") -> str:
+    return "" if interval is None else " to ".join(number.format(end) for end in interval)
 
 
 def describe_ratio(ratio: float | None) -> str:
@@ -507,10 +703,63 @@ def check_options(options: Options) -> None:
                          "fractions of the run in this order, such as --start 0.75 --stop 1")
     if "nanogpt" in options.arms and not os.environ.get("NANOGPT"):
         raise ValueError("--arms nanogpt: NANOGPT is not set; name the folder of a nanoGPT checkout")
+    if BASELINE in options.arms:
+        raise ValueError(f"--arms {BASELINE}: is the baseline, which is trained anyway; name others, or fp8")
+    check_once("--arms", options.arms)
+    check_once("--seeds", options.seeds)
+    check_once("--tokens", [single.steps for single in options.one_length_each()], unit=" steps")
+    for single in options.one_length_each():
+        if single.step_at(options.start) == single.step_at(options.stop):
+            raise ValueError(f"--start {options.start} --stop {options.stop}: no step of {single.steps} lies "
+                             "between; choose a longer part or more --tokens")
+    for arm in options.arms:
+        check_machine(options, arm)
+
+
+def check_once(flag: str, values: list, unit: str = "") -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{flag}: {value}{unit} occurs twice; name it once")
+
+
+def check_machine(options: Options, arm: str) -> None:
+    """Raise ValueError if this machine cannot train an arm."""
+    try:
+        config = config_of(options.one_length_each()[0], arm, seed=1)
+        recipes.check_machine(config, models.pick_device(config.device))
+        picked_model(config)
+    except ValueError as error:
+        raise ValueError(f"--arms {arm}: {error}") from None
+
+
+def check_folders(options: Options) -> None:
+    """Raise ValueError if a part was trained on other data, or with other options."""
+    config = config_of(options, BASELINE, options.seeds[0])
+    train_sha256 = Loader(config, "train", Ranks()).meta["train_sha256"]
+    for seed in options.seeds:
+        for arm in (BASELINE, *options.arms):
+            for part in parts_of_run(options, arm, seed):
+                check_folder(config_of(options, part.arm, seed), part, train_sha256)
+
+
+def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
+    """Raise ValueError if the folder of a part has a checkpoint of other data or other options."""
+    meta = meta_of(part)
+    if meta is None:
+        return
+    if meta["train_sha256"] != train_sha256:
+        raise ValueError(f"{part.folder}: was trained on other data than {config.data}; "
+                         "name another --out-dir")
+    fields = stored_config(config)
+    for name, value in meta.get("config", fields).items():
+        if fields.get(name) != value:
+            raise ValueError(f"{part.folder}: was trained with {name} {value}, now {fields.get(name)}; "
+                             "name another --out-dir")
 
 
 def add_runs(options: Options, argv) -> list[dict]:
-    """Add the runs of the options to the JSON, in place of earlier ones, and return the rows of all pairs."""
+    """Add the complete runs of the options to the JSON, in place of earlier ones from the same weights. Print
+    what is no pair, and return the rows of all pairs."""
     document = {"commands": [], "runs": []}
     if options.json.exists():
         document = json.loads(options.json.read_text())
@@ -518,7 +767,9 @@ def add_runs(options: Options, argv) -> list[dict]:
     for single in options.one_length_each():
         for seed in options.seeds:
             for arm in (BASELINE, *options.arms):
-                new.append(run_record(single, arm, seed))
+                record = run_record(single, arm, seed)
+                if record is not None:
+                    new.append(record)
     new_keys = [(run["arm"], pair_of(run)) for run in new]
     kept = [run for run in document["runs"] if (run["arm"], pair_of(run)) not in new_keys]
     command = command_line("bench/paired.py", argv)
@@ -526,7 +777,10 @@ def add_runs(options: Options, argv) -> list[dict]:
     if command not in commands:
         commands.append(command)
     rows = summarize(kept + new)
-    write_json(options.json, {"commands": commands, "pairs": rows, "runs": kept + new})
+    if new:
+        write_json(options.json, {"commands": commands, "pairs": rows, "runs": kept + new})
+    for line in lines_about_others(kept + new):
+        print(line)
     return rows
 
 
@@ -534,12 +788,20 @@ def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, "bench/paired.py", __doc__)
     check_options(options)
+    for single in options.one_length_each():
+        check_folders(single)
     if options.only_train:
-        return 0 if train_seeds(options) else 1
-    if not train_on_all_gpus(options, argv):
-        print("not complete: --minutes are over, or a process has failed; the same command continues")
+        return 0 if train_seeds(options) else NOT_COMPLETE
+    is_done = False
+    try:
+        is_done = train_on_all_gpus(options, argv)
+    finally:  # also after an error
+        rows = add_runs(options, argv)
+    if rows:
+        print(main_table(rows))
+    if not is_done:
+        print("not complete: the time is over, or a process has failed; the same command continues")
         return 1
-    print(main_table(add_runs(options, argv)))
     return 0
 
 

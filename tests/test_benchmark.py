@@ -161,7 +161,12 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "bench/paired.py": [
         ("--start 0.5 --stop 0.2", "must be fractions of the run in this order"),
         ("--arms nanogpt", "NANOGPT is not set; name the folder of a nanoGPT checkout"),
-        ("--json none/x.json", "there is no folder none")],
+        ("--json none/x.json", "there is no folder none"),
+        ("--arms bf16", "is the baseline, which is trained anyway"),
+        ("--seeds 1 2 1", "--seeds: 1 occurs twice"),
+        ("--tokens 45e6 45.01e6", "--tokens: 344 steps occurs twice"),
+        ("--start 0.5 --stop 0.501", "no step of 344 lies between"),
+        ("--arms fp8-weights", "--arms fp8-weights: --model fast: ")],
     "bench/nanogpt.py": [
         (".", "there is no model.py; name the folder of a nanoGPT checkout"),
         ("other", "has no GPT; name"), ("other --steps 0", "--steps 0: must be at least 4")],
@@ -224,7 +229,8 @@ def test_pictures_are_drawn_from_the_results(name, tmp_path):
 def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
     return {
         "arm": arm, "seed": seed, "size": size, "train_sha256": "", "lr": 1e-3, "tokens": tokens,
-        "start": start, "stop": 1.0, "end": 1.0, "losses": losses, "machine": "a GPU"}
+        "start": start, "stop": 1.0, "end": 1.0, "steps": len(losses), "losses": losses,
+        "val_loss": losses[-1], "machine": "a GPU"}
 
 
 def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):

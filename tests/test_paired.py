@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import os
+import signal
 
 import pytest
 import torch
 
+import train
 from bench import paired
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
@@ -28,7 +31,9 @@ def runs_of(document, **fields) -> list[dict]:
     return [run for run in document["runs"] if all(run[name] == value for name, value in fields.items())]
 
 
-def test_a_window_begins_with_the_weights_of_bf16(study):
+def test_a_window_begins_with_the_weights_of_bf16(study, monkeypatch):
+    numbers = itertools.count()  # of trained parts, in place of their times
+    monkeypatch.setattr(paired, "ms_of_chunks", lambda times: [float(next(numbers))])
     study("--arms", "fp8")
     code, document = study("--arms", "fp8", "--start", "0.5")
     assert code == 0
@@ -40,6 +45,9 @@ def test_a_window_begins_with_the_weights_of_bf16(study):
     assert window["losses"][:STEPS // 2] == whole["losses"][:STEPS // 2] != fp8["losses"][:STEPS // 2]
     assert window["losses"][STEPS // 2:] != whole["losses"][STEPS // 2:]
     assert fp8["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-3), "the same first weights and batch"
+    assert fp8["shared_weights"] == whole["shared_weights"] != base["shared_weights"]
+    assert window["shared_weights"] == base["shared_weights"]
+    assert (base["ms"], window["ms"]) == (5, 6), "of the last two parts: those of the window"
 
 
 def test_a_run_that_is_cut_continues(study, monkeypatch):
@@ -47,15 +55,45 @@ def test_a_run_that_is_cut_continues(study, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(paired, "clock", lambda: next(seconds))  # a second passes at each look
     codes = []
+    stored = set()  # runs in the JSON
     for _ in range(9):
         code, document = study("--arms", "fp8", "--minutes", "0.05", name="cut")
         codes.append(code)
+        stored.add(len(document["runs"]) if document else 0)
         if code == 0:
             break
     assert len(codes) > 2 and codes[-1] == 0, "it was cut several times, then complete"
+    assert stored == {0, 1, 2}, "a run is in the JSON as soon as it is complete"
     for run, other in zip(document["runs"], expected["runs"]):
         assert run["losses"] == other["losses"]
         assert run["val_loss"] == other["val_loss"]
+
+
+def test_sigterm_saves_the_state(study, monkeypatch):
+    _, expected = study("--arms", "fp8")
+    trained = []
+    run_micro_batches = train.run_micro_batches
+
+    def interrupted(*arguments):
+        trained.append(1)
+        if len(trained) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_micro_batches(*arguments)
+
+    monkeypatch.setattr(train, "run_micro_batches", interrupted)
+    code, _ = study("--arms", "fp8", name="cut")
+    assert code == 1 and len(trained) == 3
+    code, document = study("--arms", "fp8", name="cut")
+    assert code == 0 and len(trained) == 2 * STEPS
+    for run, other in zip(document["runs"], expected["runs"]):
+        assert run["losses"] == other["losses"]
+
+
+def test_a_folder_of_other_options_is_refused(study, monkeypatch):
+    study("--arms", "fp8")
+    monkeypatch.setitem(paired.SIZES, "tiny", paired.SIZES["tiny"] | {"weight_decay": 0.5})
+    with pytest.raises(ValueError, match=r"trained with weight_decay 0\.1, now 0\.5; name another --out-dir"):
+        study("--arms", "fp8")
 
 
 def test_windows_and_arms_share_the_training_of_bf16(study, monkeypatch):
@@ -81,7 +119,7 @@ def run_of(arm, seed, loss, ms=100.0, steps=10):
     pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
             "start": 0.0, "stop": 1.0, "end": 1.0}
     return pair | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
-                     "val_loss": loss + 0.5}
+                     "val_loss": loss + 0.5, "machine": "a GPU"}
 
 
 def test_one_command_trains_runs_of_several_lengths(study):
@@ -105,6 +143,36 @@ def test_differences_are_paired_by_seed_and_have_an_interval():
     assert row["speed"] == 2.0
 
 
+def test_runs_from_other_weights_are_no_pair():
+    """An earlier machine's pair stays, beside a BF16 run of another machine; NaN is no loss."""
+    runs = [
+        run_of("bf16", 1, 2.0) | {"shared_weights": "a"}, run_of("fp8", 1, 2.1) | {"shared_weights": "a"},
+        run_of("bf16", 1, 3.0) | {"shared_weights": "b"}, run_of("fp8", 2, 2.1) | {"shared_weights": "b"},
+        run_of("fp8", 1, float("nan")) | {"shared_weights": "b"}]
+    row, = paired.summarize(runs)
+    assert row["seeds"] == 1 and row["training"] == pytest.approx(0.1)
+    assert [line.partition("left out, ")[2] for line in paired.lines_about_others(runs)] == [
+        "there is no BF16 run from the same weights", "the loss of fp8 is not finite at its end"]
+    window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
+    assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
+
+
+def test_speed_is_of_one_machine_and_of_real_kernels():
+    rows = paired.summarize([
+        run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1) | {"machine": "another GPU"},
+        run_of("fp8-weights", 1, 2.1), run_of("fp8-e4m3", 1, 2.1, ms=50.0)])
+    assert [row["speed"] for row in rows] == [None, None, 2.0]
+
+
+def test_a_short_window_is_compared_over_its_own_steps():
+    """Of 100 steps, the arm trains the last 2."""
+    window = {"start": 0.98, "losses": 98 * [9.0] + 2 * [2.0]}
+    arm = {"losses": 98 * [9.0] + 2 * [2.5]}
+    row, = paired.summarize([
+        run_of("bf16", 1, 2.0, steps=100) | window, run_of("fp8", 1, 2.5, steps=100) | window | arm])
+    assert row["training"] == pytest.approx(0.5)
+
+
 def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
     """BF16 falls by 0.2 over twice the tokens, and FP8 is 0.1 behind: it needs √2 times as many."""
     rows = paired.summarize([
@@ -114,6 +182,23 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
     assert rows[1]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5), "the shorter runs show the fall"
     row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
     assert row["speed_to_equal_loss"] is None
+    rises = paired.summarize([
+        run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 2.2, steps=20),
+        run_of("fp8", 1, 2.3, steps=20)])
+    assert [row["speed_to_equal_loss"] for row in rises] == [None, None]
+
+
+def test_speed_at_equal_loss_has_the_interval_of_the_gap():
+    """The fall is that of the common seeds, 1 and 2: the third one has no longer run."""
+    runs = [run_of("bf16", 3, 9.0), run_of("fp8", 3, 9.1, ms=50.0)]
+    for seed, gap in ((1, 0.09), (2, 0.11)):
+        runs += [run_of("bf16", seed, 2.0), run_of("fp8", seed, 2.0 + gap, ms=50.0),
+                 run_of("bf16", seed, 1.8, steps=20), run_of("fp8", seed, 1.9, ms=50.0, steps=20)]
+    row = paired.summarize(runs)[0]
+    half = 4.303 * 0.01 / 3**0.5
+    assert row["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5)
+    assert row["speed_to_equal_loss_interval"] == pytest.approx(
+        [2.0 / 2**((0.1 + half) / 0.2), 2.0 / 2**((0.1 - half) / 0.2)])
 
 
 MODEL = '''
