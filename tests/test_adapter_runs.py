@@ -173,7 +173,7 @@ def logits_of_run(run):
     meta["model_config"]["lora_base"] = "bf16"
     ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        return trained_model.load_run(folder, meta, NAME)(ids), ids
+        return trained_model.load_run(folder, meta, NAME, open_hf_folder=import_hf.open_model)(ids), ids
 
 
 def without_adapters(folder):
@@ -227,7 +227,8 @@ def test_peft_reads_exported_adapters(run, base, llama, monkeypatch, tmp_path):
 @pytest.mark.parametrize("options, message", [
     ("base hf --peft", "base/step-4 has no adapters; leave --peft out"),
     ("lora hf --peft --fp8", "--peft with --fp8: adapters are not in FP8; leave --fp8 out"),
-    ("lora hf --fp8", "lora/step-4 has adapters, and no scales of the weights with them; leave --fp8 out")])
+    ("lora hf --fp8", "lora/step-4 has adapters: its scales are those of the base, not of the merged "
+                      "weights; leave --fp8 out")])
 def test_an_export_that_is_refused_is_one_line(options, message, refused):
     assert message in refused(export_hf.main, options, "tools/export_hf.py")
 
