@@ -85,7 +85,7 @@ def test_peft_begins_with_the_adapters_of_the_kit(tmp_path):
     pytest.importorskip("peft")
     hf_config = hf_models.hf_config("llama-3.1-8b", is_tiny=True)
     setting = finetune.Setting("llama-3.1-8b", micro_batch_size=2, seq_len=32)
-    config = finetune.adapters_config(finetune.train_config(setting, hf_config), "bf16", CPU, tmp_path)
+    config = finetune.write_edit(finetune.train_config(setting, hf_config), "bf16", CPU, tmp_path)
     [batch] = step.make_batches(config, CPU)
     kit = step.Training(config, CPU, [batch]).model
     peer = finetune.make_peft(hf_config, "sdpa", False, config, CPU)
