@@ -41,8 +41,8 @@ def step_of(folder) -> int | None:
 
 
 def is_checkpoint(folder) -> bool:
-    """Return whether a folder has the name of a checkpoint, step-<n>. A base or a source of --init-from is
-    a folder of Hugging Face otherwise."""
+    """Return whether a folder has the name of a checkpoint, step-<n>. The base of adapters is one, or a
+    folder of Hugging Face."""
     return step_of(folder) is not None
 
 
