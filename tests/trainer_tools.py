@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -286,7 +287,9 @@ for name, options in json.loads(sys.argv[2]).items():
 
 def finish(processes) -> list[str]:
     """Wait for the processes of a run; return what each has printed."""
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    # all at once: a rank whose pipe is full stops, and the others wait for it in a collective
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = list(pool.map(lambda process: process.communicate(timeout=300)[0], processes))
     assert not any(process.returncode for process in processes), outputs
     return outputs
 
