@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from hf_folders import make_model, make_tokenizer
 from nanote import checkpoint, recipes, trained_model
 from nanote.tokens import write_tokens
 from tools import export_hf, import_hf
-from trainer_tools import ROOT, losses, metrics, python_block, run_script, run_train, sign
+from trainer_tools import losses, metrics, python_block, run_script, run_train, sign, write_edit
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 --device cpu"
@@ -31,9 +30,7 @@ LORA = f"--model {NAME}"
 def runs(tmp_path_factory, tokens):
     """A folder with my_model.py, the runs `base` and `lora` of it."""
     folder = tmp_path_factory.mktemp("runs")
-    shutil.copy(ROOT / "model_te_optimized.py", folder / "my_model.py")
-    diff = ROOT / "examples/edits/optimized/lora.diff"
-    subprocess.run(["git", "apply", diff], cwd=folder, check=True)
+    write_edit(folder, "optimized", "lora")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_train(f"{SHAPE} {STEPS} --dtype bfloat16 --out-dir base", tokens) == 0
