@@ -24,6 +24,7 @@ from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
 from nanote.loader import document_starts
+from tools import import_hf
 
 
 @dataclass
@@ -50,7 +51,7 @@ def load_model(options, device):
     meta = checkpoint.read_meta(folder)
     tokenizer = trained_model.load_tokenizer(meta, options.tokenizer)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = trained_model.load_run(folder, meta, options.model, device, dtype)
+    model = trained_model.load_run(folder, meta, options.model, device, dtype, import_hf.open_model)
     return model, tokenizer, bool(meta["config"].get("pack_documents"))
 
 

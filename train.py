@@ -41,6 +41,7 @@ from nanote.options import read_config
 from nanote.own_model import check_first_pass
 from nanote.schedule import learning_rate
 from nanote.tokens import check_tokenizer
+from tools import import_hf
 
 
 def main(config: TrainConfig) -> None:
@@ -61,7 +62,7 @@ def main(config: TrainConfig) -> None:
     prepare_model(config, model, loaders.train)
     optimizer = make_optimizer(model, config)  # adamw | muon, with float32 masters of BF16 weights
     if config.eval_only:
-        evaluate_checkpoint(config, model, optimizer, loaders.val, source)
+        evaluate_checkpoint(config, model, optimizer, loaders.val, source, import_hf.open_model)
         return
 
     # training state
@@ -314,13 +315,13 @@ def load_state(config, model, optimizer, loader, source, resumed_meta) -> None:
     scales_meta = {}  # meta.json of the run whose FP8 scales are loaded; {}: none are
     if source:
         loader.continue_from(source, resumed_meta)  # a step may have another number of samples now
-        checkpoint.load(source, model, optimizer)
+        checkpoint.load(source, model, optimizer, import_hf.open_model)
         scales_meta = resumed_meta
     elif config.init_from and transfer.is_run(config.init_from):
-        scales_meta = transfer.start_from_run(config, model, optimizer, loader.meta["tokenizer"])
+        scales_meta = transfer.start_from_run(
+            config, model, optimizer, loader.meta["tokenizer"], import_hf.open_model)
     elif config.init_from:  # a folder of Hugging Face
-        from tools.import_hf import open_model  # needs transformers
-        stored, source_config = open_model(Path(config.init_from), rows=config.vocab_size)
+        stored, source_config = import_hf.open_model(Path(config.init_from), rows=config.vocab_size)
         transfer.start_from_weights(
             config, model, optimizer, stored, source_config, base=Path(config.init_from))
     if recipes.needs_first_scales(config, model, loader.tokens_per_step, scales_meta):

@@ -42,6 +42,7 @@ import copy
 import dataclasses
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -71,12 +72,12 @@ class Setting:
     grad_accum: int = 1
     moment_dtype: str = "float32"  # of this kit
     peer: Literal["in turns", "alone", "none"] = "in turns"  # how transformers' model is timed
-    has_peft: bool = True  # whether arms that train adapters take turns with PEFT
+    times_peft: bool = True  # whether arms that train adapters take turns with PEFT
     arms: tuple[str, ...] = ("bf16", "fp8")
     llmq_rates: dict = dataclasses.field(default_factory=dict)  # {precision: llmq's tokens/s on one H100}
 
 
-LLMQ = dict(seq_len=1024, moment_dtype="bfloat16", peer="none", has_peft=False)
+LLMQ = dict(seq_len=1024, moment_dtype="bfloat16", peer="none", times_peft=False)
 SETTINGS = {
     "qwen2.5-0.5b": Setting("qwen2.5-0.5b", 4),
     "qwen2.5-1.5b": Setting("qwen2.5-1.5b", 2),
@@ -87,7 +88,7 @@ SETTINGS = {
         arms=("fp8", "fp8-frozen", "fp8-frozen_transposes", "fp8-checkpointing-frozen",
               "fp8-checkpointing-loss8-frozen")),
     "llama-3-70b": Setting(
-        "llama-3-70b", 1, peer="none", has_peft=False,
+        "llama-3-70b", 1, peer="none", times_peft=False,
         arms=("fp8-checkpointing-frozen", "fp8-checkpointing-loss8-frozen")),
     "qwen2.5-0.5b-llmq": Setting(
         "qwen2.5-0.5b", 32, grad_accum=16, llmq_rates={"fp8": 164e3, "bf16": 149e3}, **LLMQ),
@@ -96,10 +97,10 @@ SETTINGS = {
 }
 ON_CPU = dict(micro_batch_size=2, seq_len=32)
 # {word that ends the name of an arm: field lora_base of the edit lora}
-ADAPTERS = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_and_transpose"}
+LORA_BASES = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_and_transpose"}
 RANK = 16  # of the adapters
 ALPHA = 32
-ADAPTERS_LR = 2.0**-9  # of the steps that must lower the loss, which those of measure.py hardly move
+LORA_LR = 2.0**-9  # of the first steps, which must lower the loss; that of measure.py hardly moves adapters
 
 
 @dataclass
@@ -205,17 +206,17 @@ def attention_kernels(training, batches) -> list[str]:
 # ---------------------------------------------------------------- adapters
 
 def split_arm(arm: str) -> tuple[str, str | None]:
-    """Return an arm without its word of ADAPTERS, and that word or None."""
+    """Return an arm without its word of LORA_BASES, and that word or None."""
     rest, _, word = arm.rpartition("-")
-    return (rest, word) if word in ADAPTERS else (arm, None)
+    return (rest, word) if word in LORA_BASES else (arm, None)
 
 
 def trains_adapters(arm: str) -> bool:
     return split_arm(arm)[1] is not None
 
 
-def adapters_config(config, lora_base: str, device, folder: Path) -> TrainConfig:
-    """Return the options that train the edit lora, whose model file is written to a folder."""
+def write_edit(config, lora_base: str, device, folder: Path) -> TrainConfig:
+    """Write the model file of the edit lora to a folder. Return the options that train it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, _ = models.pick_model(dataclasses.asdict(config), device, dtype)
     (folder / model).mkdir(exist_ok=True)
@@ -228,13 +229,13 @@ def measure_adapters(arm: str, config, timing, folder: Path, peer=None, agreemen
     """Measure an arm that trains adapters -> (figures, training). peer: the training that takes turns with
     it."""
     rest, word = split_arm(arm)
-    config = adapters_config(arm_config(rest, config), ADAPTERS[word], timing.device, folder)
+    config = write_edit(arm_config(rest, config), LORA_BASES[word], timing.device, folder)
     return measure.measure(arm, config, Training, timing, peer, agreement)
 
 
 def make_peft(hf_config, attention: str, compiles: bool, config, device, batches=None):
     """Make the TransformersTraining of PEFT's adapters that begins with the weights and adapters of this
-    kit's arms. config: of `adapters_config`. The others are those of `make_peer`."""
+    kit's arms. config: of `write_edit`. The others are those of `make_peer`."""
     import peft
 
     model = make_transformers_model(hf_config, attention, device)
@@ -283,30 +284,37 @@ def compare_with_llmq(setting: Setting, arm: str, figures: dict) -> dict:
     return {"llmq_tokens_per_s": rate, "ratio_to_llmq": figures["tokens_per_s"] / rate}
 
 
-def measure_peers(name: str, make, setting: Setting, compiles: bool, config, timing, agreement):
-    """Measure transformers' model with each attention -> (figures of each, the fastest training or None).
+@dataclass
+class Peer:
+    """What the kit's arms are compared with."""
 
-    name: of the rows, without the attention. make: returns the training, from (attention, config, device,
-    batches).
-    """
+    name: str  # of its rows, without the attention
+    make: Callable  # returns its training, from (attention, compiles, config, device, batches)
+    config: TrainConfig  # train.py's options of the same network
+    compiles: bool  # by torch.compile
+    takes_turns: bool  # with each arm of the kit; else each is timed alone
+
+
+def measure_peer(peer: Peer, timing, agreement):
+    """Measure a peer with each attention -> (figures of each, the training that takes turns or None)."""
     fastest = None
     fastest_ms = None
     all_figures = []
     for attention in attention_names():
         figures, training = measure.attempt(
-            measure.measure, f"{name}-{attention}", config, partial(make, attention, compiles), timing, None,
-            agreement)
-        figures |= {"attention": attention, "compiled": compiles}
+            measure.measure, f"{peer.name}-{attention}", peer.config,
+            partial(peer.make, attention, peer.compiles), timing, None, agreement)
+        figures |= {"attention": attention, "compiled": peer.compiles}
         if training is not None:
             dtype = next(training.model.parameters()).dtype  # AdamW's moments have it, too
             figures["moment_dtype"] = str(dtype).removeprefix("torch.")
-            figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
-            if name == "peft":
+            figures["attention_kernels"] = attention_kernels(
+                training, make_batches(peer.config, timing.device))
+            if peer.name == "peft":
                 figures |= describe_adapters(training)
             if fastest_ms is None or figures["ms"] < fastest_ms:
                 fastest_ms = figures["ms"]
-                takes_turns = name == "peft" or setting.peer == "in turns"
-                fastest = training if takes_turns else None
+                fastest = training if peer.takes_turns else None
         del training  # or its memory would be taken while the next one is measured
         all_figures.append(figures)
     for figures in all_figures:
@@ -319,67 +327,80 @@ def measure_setting(setting: Setting, hf_config, options: Options, timing):
     """Measure transformers' model and this kit's arms. Yields the figures of each."""
     torch._dynamo.config.recompile_limit = 64  # for a peer whose layers have graph breaks
     arms = setting.arms if options.arms is None else options.arms
-    adapter_arms = [arm for arm in arms if trains_adapters(arm)]
+    lora_arms = [arm for arm in arms if trains_adapters(arm)]
     full_arms = [arm for arm in arms if not trains_adapters(arm)]
     tokens_per_s = []  # of the arms that train all weights
-    if full_arms or not adapter_arms:
+    # `--arms` without a value measures transformers' model alone
+    if full_arms or not arms:
         for figures in measure_full(setting, hf_config, full_arms, options, timing):
             if figures["arm"] in full_arms and "tokens_per_s" in figures:
                 tokens_per_s.append(figures["tokens_per_s"])
             yield figures
-    for figures in measure_lora(setting, hf_config, adapter_arms, options, timing):
-        if trains_adapters(figures["arm"]) and "tokens_per_s" in figures and tokens_per_s:
-            figures["ratio_to_full"] = figures["tokens_per_s"] / max(tokens_per_s)
-        yield figures
+    if lora_arms:
+        for figures in measure_lora(setting, hf_config, lora_arms, options, timing):
+            if figures["arm"] in lora_arms and "tokens_per_s" in figures and tokens_per_s:
+                figures["ratio_to_full"] = figures["tokens_per_s"] / max(tokens_per_s)
+            yield figures
 
 
 def measure_full(setting: Setting, hf_config, arms: list[str], options: Options, timing):
     """Measure transformers' model and the arms that train all weights. Yields the figures of each."""
-    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
     config = train_config(setting, hf_config)
-    agreement = measure.Agreement()
     peer = None
-    peer_ms = None
     if setting.peer != "none":
-        make = partial(make_peer, hf_config)
-        peers, peer = measure_peers(
-            "transformers", make, setting, options.compile, config, timing, agreement)
-        peer_ms = min((figures["ms"] for figures in peers if "ms" in figures), default=None)
-        yield from peers
-    for arm in arms:
-        figures, training = measure.attempt(measure.measure_arm, arm, config, timing, peer, agreement)
-        if training is not None:
-            figures["attention_kernels"] = attention_kernels(training, make_batches(config, timing.device))
-            if peer is None and peer_ms is not None:
-                figures[RATIO] = peer_ms / figures["ms"]
-        del training
-        figures |= compare_with_llmq(setting, arm, figures)
-        yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": peer is not None}
+        takes_turns = setting.peer == "in turns"
+        peer = Peer("transformers", partial(make_peer, hf_config), config, options.compile, takes_turns)
+
+    def measure_arm(arm, baseline, agreement):
+        figures, training = measure.attempt(measure.measure_arm, arm, config, timing, baseline, agreement)
+        return figures | compare_with_llmq(setting, arm, figures), training
+
+    yield from measure_beside(peer, arms, measure_arm, config, timing, measure.Agreement())
 
 
 def measure_lora(setting: Setting, hf_config, arms: list[str], options: Options, timing):
     """Measure PEFT and the arms that train adapters. Yields the figures of each."""
-    torch._dynamo.reset()
     timing = dataclasses.replace(timing, ratio=RATIO_TO_PEFT)
     config = train_config(setting, hf_config)
-    batches = make_batches(config, timing.device)
-    agreement = measure.Agreement(lr=ADAPTERS_LR)
     peer = None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if setting.has_peft and arms:
-            peers, peer = measure_peers(
-                "peft", partial(make_peft, hf_config), setting, options.compile,
-                adapters_config(config, "bf16", timing.device, folder), timing, agreement)
-            yield from peers
-        for arm in arms:
+        if setting.times_peft:
+            in_bf16 = write_edit(config, "bf16", timing.device, folder)
+            peer = Peer("peft", partial(make_peft, hf_config), in_bf16, options.compile, takes_turns=True)
+
+        def measure_arm(arm, baseline, agreement):
             figures, training = measure.attempt(
-                measure_adapters, arm, config, timing, folder, peer, agreement)
+                measure_adapters, arm, config, timing, folder, baseline, agreement)
             if training is not None:
-                figures["attention_kernels"] = attention_kernels(training, batches)
                 figures |= describe_adapters(training)
-            del training
-            yield figures | {"moment_dtype": setting.moment_dtype, "in_turns": peer is not None}
+            return figures, training
+
+        yield from measure_beside(peer, arms, measure_arm, config, timing, measure.Agreement(lr=LORA_LR))
+
+
+def measure_beside(peer: Peer | None, arms: list[str], measure_arm: Callable, config, timing, agreement):
+    """Measure a peer, if there is one, and arms of the kit. Yields the figures of each.
+
+    measure_arm: (arm, the training that takes turns with it or None, agreement) -> (figures, training).
+    config: train.py's options of the arms.
+    """
+    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
+    batches = make_batches(config, timing.device)
+    baseline = None
+    peer_ms = None
+    if peer is not None:
+        peer_figures, baseline = measure_peer(peer, timing, agreement)
+        peer_ms = min((figures["ms"] for figures in peer_figures if "ms" in figures), default=None)
+        yield from peer_figures
+    for arm in arms:
+        figures, training = measure_arm(arm, baseline, agreement)
+        if training is not None:
+            figures["attention_kernels"] = attention_kernels(training, batches)
+            if baseline is None and peer_ms is not None:
+                figures[timing.ratio] = peer_ms / figures["ms"]
+        del training
+        yield figures | {"moment_dtype": config.moment_dtype, "in_turns": baseline is not None}
 
 
 def main(argv=None) -> None:

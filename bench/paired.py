@@ -390,7 +390,7 @@ def load_state(folder: Path, model, optimizer) -> None:
             stored_name = stored_name.replace(name, other_names[name])
         renamed[stored_name] = tensor
     with torch.no_grad():
-        training_state.load_weights(model, renamed)
+        training_state.load_weights(training_state.weights_of(model), renamed)
         groups = checkpoint.read_meta(folder)["optimizer_groups"]
         training_state.load_optimizer(optimizer, model, renamed, groups)
 

@@ -56,14 +56,14 @@ def find_base(checkpoint_folder, meta: dict) -> Path | None:
     ValueError if it is missing, or has other weights."""
     if "base" not in meta:
         return None
-    known = meta["base"]
+    base = meta["base"]
     run_dir = Path(checkpoint_folder).resolve().parent
-    candidates = Path(known["folder"]), run_dir / known["folder_from_run"]
+    candidates = Path(base["folder"]), run_dir / base["folder_from_run"]
     folder = next((path for path in candidates if path.is_dir()), None)
     if folder is None:
-        raise ValueError(f"{checkpoint_folder}: has adapters of {known['folder']}, which is missing; put "
+        raise ValueError(f"{checkpoint_folder}: has adapters of {base['folder']}, which is missing; put "
                          "that folder there")
-    if checksum_of_weights(folder) != known["sha256"]:
+    if checksum_of_weights(folder) != base["sha256"]:
         raise ValueError(f"{checkpoint_folder}: has adapters of other weights than those in {folder}; "
                          "restore the ones that it was trained on")
     return folder

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +40,16 @@ def step_of(folder) -> int | None:
     return int(step) if prefix == "step" and step.isdecimal() else None
 
 
+def is_checkpoint(folder) -> bool:
+    """Return whether a folder has the name of a checkpoint, step-<n>. The base of adapters is one, or a
+    folder of Hugging Face."""
+    return step_of(folder) is not None
+
+
 def list_checkpoints(run_dir) -> list[Path]:
     """Return the run's checkpoints, oldest first."""
     check_readable(run_dir)
-    folders = [path for path in Path(run_dir).glob("step-*") if path.is_dir() and step_of(path) is not None]
+    folders = [path for path in Path(run_dir).glob("step-*") if path.is_dir() and is_checkpoint(path)]
     return sorted(folders, key=step_of)
 
 
@@ -68,7 +74,7 @@ def last_good(run_dir, last_step: int, skipped=()) -> Path | None:
 def find(path) -> Path:
     """Return the checkpoint at `path`: a step-<n> folder itself, or the latest of a run folder."""
     check_readable(path)
-    folder = Path(path) if step_of(path) is not None else latest(path)
+    folder = Path(path) if is_checkpoint(path) else latest(path)
     if folder is None or not folder.is_dir():
         raise ValueError(f"{path}: holds no checkpoint; name another run, or train without --resume")
     return folder
@@ -294,55 +300,51 @@ def read_meta(folder) -> dict:
     return meta
 
 
-def load(folder, model, optimizer=None) -> None:
-    """Load the weights, and with an optimizer everything. Checks all files. Collective."""
+def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
+    """Load the weights, and with an optimizer everything. Checks all files. Collective.
+
+    open_hf_folder: tools.import_hf.open_model, for adapters of a folder of Hugging Face.
+    """
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
     meta = read_meta(folder)
-    weights = training_state.weights_of(model)
+    remaining = training_state.weights_of(model)  # the weights that are not loaded yet
     reader = TensorReader(folder)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
     if base is not None:
-        weights = load_base(base, meta, model, reader.entries)
-    check_weights(folder, reader.entries, weights)
+        stored_base = open_base(base, remaining, open_hf_folder)
+        names = names_in_base(stored_base, remaining, reader)
+        load_base(stored_base, names, remaining, dtype_of_weights(reader))
+        model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], names)
+        remaining = {name: weight for name, weight in remaining.items() if name not in names}
+    check_weights(folder, reader.entries, remaining)
     if optimizer is None:
-        load_weights_only(reader, weights)
+        load_weights_only(reader, remaining)
         return
     rng = f"rng{parallel.rank()}."
     names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
-    stored = local_parts(reader.read(names, like=weights))
+    stored = local_parts(reader.read(names, like=remaining))
     with torch.no_grad(), errors_naming(folder):
-        training_state.load_weights(model, stored, weights)
+        training_state.load_weights(remaining, stored)
         recipes.set_state(model, under_prefix(stored, "fp8."))
         training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
         if f"{rng}torch" in stored:  # unless there are more ranks now
             training_state.set_rng_state(under_prefix(stored, rng))
 
 
-@torch.no_grad()
-def load_base(base: Path, meta: dict, model, entries: dict) -> dict:
-    """Load the weights that a checkpoint of adapters lacks from their base. Return {name: tensor} of the
-    model's others. entries: of the checkpoint's TensorReader. Collective."""
-    weights = training_state.weights_of(model)
-    stored = open_base(base, weights)
-    adapters_there = under_prefix(entries, "model.")
-    names = frozenset(stored.shapes) & weights.keys() - adapters_there.keys()
-    dtype = next(iter(adapters_there.values())).properties.dtype  # of the weights in training
-    for name, tensors in stored.tensors:
-        if name not in names:
-            continue
-        values = tensors.get(f"optimizer.{name}.master_param", tensors[f"model.{name}"])
-        values = parallel.sharded_like(weights[name], values.to(dtype))
-        training_state.write_weight(weights[name], parallel.local_part(values))
-    model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], names)
-    return {name: tensor for name, tensor in weights.items() if name not in names}
+class StoredWeight(NamedTuple):
+    """A weight in a file, read to host memory."""
+
+    name: str  # in the model
+    value: torch.Tensor
+    master: torch.Tensor | None  # its float32 master, if one was stored
 
 
 class StoredWeights(NamedTuple):
-    """The weights of a folder, which are read one at a time: the host never holds all of them."""
+    """The weights of a checkpoint, or of a folder of Hugging Face."""
 
     shapes: dict[str, tuple[int, ...]]  # of each weight, by its name in the model
-    tensors: Iterator[tuple[str, dict]]  # (name, {name in a checkpoint: the weight, its float32 master})
+    read: Callable[[], Iterator[StoredWeight]]  # reads one weight at a time: the host never holds all of them
 
 
 def open_weights(folder, like: dict) -> StoredWeights:
@@ -351,22 +353,65 @@ def open_weights(folder, like: dict) -> StoredWeights:
     reader = TensorReader(folder)
     shapes = {name: tuple(entry.size) for name, entry in under_prefix(reader.entries, "model.").items()}
 
-    def read_each():
+    def read() -> Iterator[StoredWeight]:
         for name in shapes:
             if name in like:
-                names = (f"model.{name}", f"optimizer.{name}.master_param")
-                yield name, reader.read([name for name in names if name in reader.entries], like)
+                yield read_weight(reader, name, like)
 
-    return StoredWeights(shapes, read_each())
+    return StoredWeights(shapes, read)
 
 
-def open_base(folder: Path, weights: dict) -> StoredWeights:
-    """Open a base, a checkpoint or a folder of Hugging Face. weights: {name: tensor} of the model."""
-    if step_of(folder) is not None:
+def read_weight(reader: "TensorReader", name: str, like: dict) -> StoredWeight:
+    """Read a weight of a checkpoint and its master. like: see `read_tensors`. Collective."""
+    weight_name = f"model.{name}"
+    master_name = f"optimizer.{name}.master_param"
+    stored_names = [weight_name]
+    if master_name in reader.entries:
+        stored_names.append(master_name)
+    tensors = reader.read(stored_names, like)
+    return StoredWeight(name, tensors[weight_name], tensors.get(master_name))
+
+
+def open_base(folder: Path, weights: dict, open_hf_folder) -> StoredWeights:
+    """Open the base of adapters, a checkpoint or a folder of Hugging Face. weights: {name: tensor} of the
+    model. open_hf_folder: see `load`."""
+    if is_checkpoint(folder):
         return open_weights(folder, like=weights)
-    from tools.import_hf import open_model  # needs transformers
-    stored, _ = open_model(folder, rows=weights["wte.weight"].shape[0])
+    if open_hf_folder is None:
+        raise ValueError(f"{folder}: the base is a folder of Hugging Face; pass open_hf_folder="
+                         "tools.import_hf.open_model")
+    stored, _ = open_hf_folder(folder, rows=weights["wte.weight"].shape[0])
     return stored
+
+
+def names_in_base(base: StoredWeights, weights: dict, reader: "TensorReader") -> frozenset[str]:
+    """Return the names of the weights of a model that a checkpoint of adapters lacks and their base has.
+
+    weights: {name: tensor} of the model. reader: of the checkpoint.
+    """
+    in_checkpoint = under_prefix(reader.entries, "model.").keys()
+    return frozenset((base.shapes.keys() & weights.keys()) - in_checkpoint)
+
+
+def dtype_of_weights(reader: "TensorReader") -> torch.dtype:
+    """Return the dtype of the weights of a run, from its checkpoint."""
+    entries = under_prefix(reader.entries, "model.")
+    return next(iter(entries.values())).properties.dtype
+
+
+@torch.no_grad()
+def load_base(base: StoredWeights, names: frozenset[str], weights: dict, dtype: torch.dtype) -> None:
+    """Copy the weights of these names from the base of adapters to a model. Collective.
+
+    weights: {name: tensor} of the model. dtype: of the run's weights, to which each weight is rounded first,
+    as when the run began: an exact resume needs the same rounding, also in a model of another dtype.
+    """
+    for name, value, master in base.read():
+        if name not in names:
+            continue
+        source = value if master is None else master
+        source = parallel.sharded_like(weights[name], source.to(dtype))
+        training_state.write_weight(weights[name], parallel.local_part(source))
 
 
 @torch.no_grad()

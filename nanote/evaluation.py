@@ -42,9 +42,10 @@ def validate(config, model, val_loader, step: int) -> dict:
     return record
 
 
-def evaluate_checkpoint(config, model, optimizer, val_loader, source) -> None:
-    """Load the checkpoint `source`, and print its validation loss."""
-    checkpoint.load(source, model, optimizer)  # with the optimizer's float32 masters and the FP8 scales
+def evaluate_checkpoint(config, model, optimizer, val_loader, source, open_hf_folder) -> None:
+    """Load the checkpoint `source`, and print its validation loss. open_hf_folder: see `checkpoint.load`."""
+    # with the optimizer's float32 masters and the FP8 scales
+    checkpoint.load(source, model, optimizer, open_hf_folder)
     val_loss = validation_loss(config, model, val_loader)
     if parallel.rank() == 0:
         print(f"{source} on {config.data}: {describe_val_loss(val_loss, val_loader.meta)}")

@@ -41,72 +41,75 @@ def gather_in_fp8(model) -> None:
     shards = []
     for layer, block in enumerate(model.blocks):
         if in_fp8(layer):
-            shards += shards_of(block, is_gathered_twice=True)
+            shards += shards_of(block, is_freed_after_forward=True)
     config = model.config  # of a model of your own, which may lack these fields
     if getattr(config, "fp8_lm_head", False) and not getattr(config, "tie_embeddings", True):
-        shards += shards_of(model.lm_head, is_gathered_twice=False)
+        shards += shards_of(model.lm_head, is_freed_after_forward=False)
     for shard in shards:
         # FSDP2 calls the methods of this name that the local tensor of a parameter has
-        shard.weight.fsdp_pre_all_gather = shard.pre_all_gather
-        shard.weight.fsdp_post_all_gather = shard.post_all_gather
+        shard.bf16.fsdp_pre_all_gather = shard.pre_all_gather
+        shard.bf16.fsdp_post_all_gather = shard.post_all_gather
     if shards:
         # prepended: FSDP2's own hook gathers the weight of lm_head
         hook = partial(quantize_shards, shards)
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
-def shards_of(part, is_gathered_twice: bool) -> list:
+def shards_of(part, is_freed_after_forward: bool) -> list:
     """Return a Shard for each weight of a block, or of lm_head, that fast_kernels reads."""
     shards = []
     for module in part.modules():
         if isinstance(module, Module):
             for gemm in range(len(module.weight_names)):
-                weight = module.weight_of(gemm)
+                parameter = module.weight_of(gemm)
                 # of another dtype, the module says what is wrong
-                if weight.dtype == torch.bfloat16 and is_even(weight):
-                    shards.append(Shard(module, gemm, is_gathered_twice))
+                if parameter.dtype == torch.bfloat16 and can_be_gathered(parameter):
+                    shards.append(Shard(module, gemm, is_freed_after_forward))
     return shards
 
 
-def is_even(parameter) -> bool:
-    """Return whether ranks have equal numbers of rows, and as many values as the kernel quantizes at once."""
+def can_be_gathered(parameter) -> bool:
+    """Return whether the shards of a parameter, a DTensor, can be quantized and gathered in FP8."""
     shard = parameter._local_tensor
     ranks = parameter.device_mesh["shard"].size()
-    return len(shard) * ranks == len(parameter) and shard.numel() % 256 == 0
+    have_equal_rows = len(shard) * ranks == len(parameter)  # else FSDP2 pads shards
+    can_be_quantized = shard.numel() % 256 == 0  # as a matrix with multiples of 16 rows and columns
+    return have_equal_rows and can_be_quantized
 
 
 class Shard:
-    """This rank's rows of a weight, quantized."""
+    """This rank's rows of a parameter, and their FP8 values."""
 
-    def __init__(self, module, gemm: int, is_gathered_twice: bool):
-        """is_gathered_twice: whether the weight is freed after the forward pass."""
+    def __init__(self, module, gemm: int, is_freed_after_forward: bool):
+        """is_freed_after_forward: whether FSDP2 frees the gathered weight after the forward pass and gathers
+        it again in the backward pass."""
         self.module = module
         self.gemm = gemm
-        self.is_gathered_twice = is_gathered_twice
+        self.is_freed_after_forward = is_freed_after_forward
         self.parameter = module.weight_of(gemm)  # DTensor (out, in)
-        self.weight = self.parameter._local_tensor  # (out / ranks, in) BF16
-        self.fp8 = torch.zeros_like(self.weight, dtype=FP8)
-        self.scale_inv = torch.ones(1, device=self.weight.device)
+        self.bf16 = self.parameter._local_tensor  # (out / ranks, in)
+        self.fp8 = torch.zeros_like(self.bf16, dtype=FP8)
+        self.scale_inv = torch.ones(1, device=self.bf16.device)
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return what is gathered, and what `post_all_gather` gets beside it: nothing."""
         return (self.fp8.view(torch.uint8),), None
 
-    def post_all_gather(self, gathered, metadata, dtype, *, out=None):
-        """Return the gathered weight and the memory that it needs beside `gathered`, ((out, in) uint8,). With
+    def post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        """Return the gathered weight and the memory that it needs beside `outputs`, ((out, in) uint8,). With
         `out`, the weight that the first call has returned, only write its transposed copy.
 
         FSDP2 frees both when the weight has been used, and allocates them again before the next call.
         """
-        weight = out
+        gathered = out
         if out is None:
-            rowwise = gathered[0].view(FP8)
+            rowwise = outputs[0].view(FP8)
             columnwise = torch.empty(rowwise.shape[::-1], dtype=FP8, device=rowwise.device)
-            weight = GatheredWeight(rowwise, columnwise, self.scale_inv, self.parameter)
+            gathered = GatheredWeight(rowwise, columnwise, self.scale_inv, self.parameter)
         is_backward_pass = torch._C._current_graph_task_id() != -1
-        if is_backward_pass or not self.is_gathered_twice:  # dgrad reads it, the forward GEMM does not
-            weight.write_transposed()
-        return weight, [weight.columnwise]
+        if is_backward_pass or not self.is_freed_after_forward:  # dgrad reads it, the forward GEMM does not
+            gathered.write_transposed()
+        return gathered, [gathered.columnwise]
 
 
 @torch.no_grad()
@@ -118,7 +121,7 @@ def quantize_shards(shards: list[Shard], model, arguments: tuple, options: dict)
     model.reshard()  # lm_head's weight may be gathered still, as it was quantized for an earlier pass
     quantizations = [shard.module.weight_quantization(shard.gemm, model.fp8_recipe) for shard in shards]
     casts.cast_all(
-        [as_matrix(shard.weight) for shard in shards],
+        [as_matrix(shard.bf16) for shard in shards],
         [as_matrix(shard.fp8) for shard in shards],
         [],  # no transposed copies
         [shard.scale_inv for shard in shards],
@@ -155,7 +158,7 @@ class GatheredWeight(Float8Tensor):
 
     def write_transposed(self) -> None:
         """Write the transposed copy of the FP8 data."""
-        # the memory is that of the forward pass, of which autograd has saved the same values
+        # autograd saved this tensor; the values written are the same, so its version must not change
         with torch.autograd._unsafe_preserve_version_counter(self.columnwise):
             casts.transpose(self.rowwise, self.columnwise)
 

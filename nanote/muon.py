@@ -2,12 +2,13 @@
 
 Muon's update of a matrix is its momentum, orthogonalized in BF16. The numbers are those of torch.optim.Muon
 with `adjust_lr_fn="match_rms_adamw"`, which needs whole matrices. --parallel fsdp and hsdp shard a matrix by
-rows, and momentum and master like it. Then each matrix has one rank that orthogonalizes it, its owner:
+rows, and momentum and master like it: each rank has a part of it. Then each matrix has one rank that
+orthogonalizes it, its owner:
 
-    momentum        each rank updates its shards, and rounds them to BF16
-    gather          the owner receives the shards of all ranks: 2 bytes a parameter
+    momentum        each rank updates its parts, and rounds them to BF16
+    gather          the owner receives the parts of all ranks: 2 bytes a parameter
     orthogonalize   the owner computes the update, as one process does with the whole matrix
-    scatter         each rank receives its shard of the update, in BF16: 2 bytes a parameter
+    scatter         each rank receives its part of the update, in BF16: 2 bytes a parameter
 
 Matrices are dealt out in rounds, the largest first, so that the ranks of a round have equal work. While a
 rank orthogonalizes its matrix of one round, the next round is gathered.
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from nanote import parallel
 
 MOMENTUM = 0.95
+# of an iteration of Newton and Schulz: x becomes LINEAR x + CUBIC (x x^T) x + QUINTIC (x x^T)^2 x
+LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         parts = [parallel.local_part(parameter) for parameter in params]
         super().__init__(parts, dict(lr=lr, weight_decay=weight_decay))
         self.shapes = {part: parameter.shape for part, parameter in zip(parts, params)}  # of whole matrices
-        self.group = None  # the ranks that have a shard each
+        self.group = None  # the ranks that have a part each
         if isinstance(params[0], DTensor):
             self.group = params[0].device_mesh.get_group("shard")
         for part in parts:
@@ -48,21 +51,21 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         parts = [part for part in self.param_groups[0]["params"] if part.grad is not None]
         if self.group is not None:
-            self._update_shards(parts)
+            self._update_parts(parts)
             return
         for part in parts:
             self._update(part, orthogonalize(self._next_momentum(part)))
 
-    def _update_shards(self, parts) -> None:
+    def _update_parts(self, parts) -> None:
         """Update this rank's parts of sharded matrices. While this rank orthogonalizes its matrix of a round,
         the next round is gathered and the last one scattered. Collective."""
         rounds = make_rounds(parts, self.shapes, self.group)
-        gathering = self._gather(rounds[0]) if rounds else None
+        gathering = self._advance_and_gather(rounds[0]) if rounds else None
         scattering = None
         for number, current in enumerate(rounds):
             momentum = current.matrix_of(gathering)
             if number + 1 < len(rounds):
-                gathering = self._gather(rounds[number + 1])
+                gathering = self._advance_and_gather(rounds[number + 1])
             update = orthogonalize(momentum)
             if scattering is not None:
                 self._update_round(rounds[number - 1], scattering)
@@ -70,11 +73,12 @@ class Muon(torch.optim.Optimizer):
         if scattering is not None:
             self._update_round(rounds[-1], scattering)
 
-    def _gather(self, matrices: "Round") -> "Exchange":
-        return matrices.gather([self._next_momentum(part) for part in matrices.parts])
+    def _advance_and_gather(self, current: "Round") -> "Exchange":
+        """Advance the momentum of a round's parts, and send it to the owners of the matrices."""
+        return current.gather([self._next_momentum(part) for part in current.parts])
 
-    def _update_round(self, matrices: "Round", scattering: "Exchange") -> None:
-        for part, update in zip(matrices.parts, matrices.shards_of(scattering)):
+    def _update_round(self, current: "Round", scattering: "Exchange") -> None:
+        for part, update in zip(current.parts, current.parts_of(scattering)):
             self._update(part, update)
 
     def _next_momentum(self, part) -> torch.Tensor:
@@ -97,14 +101,14 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return U S' V^T of a BF16 matrix U S V^T, with S' between about 0.5 and 1.5: five Newton-Schulz
-    iterations, as torch.optim.Muon makes them."""
+    iterations, as torch.optim.Muon makes them. Return a (0, 0) matrix, of a rank that owns none, as it is."""
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, polynomial, x, beta=3.4445)
+        polynomial = torch.addmm(gram, gram, gram, beta=CUBIC, alpha=QUINTIC)
+        x = torch.addmm(x, polynomial, x, beta=LINEAR)
     return x.T if rows > columns else x
 
 
@@ -149,28 +153,28 @@ class Round:
         self.own_shape = shapes[rank] if rank < len(shapes) else torch.Size([0, 0])
         rows, columns = self.own_shape
         # elements of this rank's matrix that each rank has
-        self.own_sizes = [shard_rows(rows, other, world_size) * columns for other in range(world_size)]
+        self.own_sizes = [part_rows(rows, other, world_size) * columns for other in range(world_size)]
         # elements of each rank's matrix that this rank has
         without_matrix = world_size - len(parts)
         self.part_sizes = [part.numel() for part in parts] + [0] * without_matrix
 
-    def gather(self, shards: list[torch.Tensor]) -> Exchange:
-        """Send each shard to the owner of its matrix."""
-        sent = torch.cat([shard.flatten() for shard in shards])
+    def gather(self, parts: list[torch.Tensor]) -> Exchange:
+        """Send tensors, each shaped like the part of a matrix, to the owners of the matrices."""
+        sent = torch.cat([part.flatten() for part in parts])
         return self._exchange(sent, self.part_sizes, self.own_sizes)
 
     def matrix_of(self, gathering: Exchange) -> torch.Tensor:
         """Return the matrix that this rank owns, (0, 0) if it owns none."""
-        return gathering.wait().view(self.own_shape)  # shards are consecutive rows
+        return gathering.wait().view(self.own_shape)  # parts are consecutive rows
 
     def scatter(self, matrix: torch.Tensor) -> Exchange:
-        """Send each rank its shard of the matrix that this rank owns."""
+        """Send each rank its part of the matrix that this rank owns."""
         return self._exchange(matrix.flatten(), self.own_sizes, self.part_sizes)
 
-    def shards_of(self, scattering: Exchange) -> list[torch.Tensor]:
-        """Return this rank's shards of the matrices."""
-        shards = scattering.wait().split(self.part_sizes)
-        return [shard.view_as(part) for shard, part in zip(shards, self.parts)]
+    def parts_of(self, scattering: Exchange) -> list[torch.Tensor]:
+        """Return this rank's parts of the scattered matrices."""
+        received = scattering.wait().split(self.part_sizes)
+        return [values.view_as(part) for values, part in zip(received, self.parts)]
 
     def _exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Exchange:
         received = sent.new_empty(sum(received_sizes))
@@ -179,7 +183,7 @@ class Round:
         return Exchange(received, work)
 
 
-def shard_rows(rows: int, rank: int, world_size: int) -> int:
+def part_rows(rows: int, rank: int, world_size: int) -> int:
     """Return how many rows of a matrix a rank has. FSDP2 rounds up: three ranks have 4, 4 and 2 of 10."""
     most = math.ceil(rows / world_size)
     return min(max(rows - rank * most, 0), most)

@@ -134,11 +134,11 @@ def shard(model, kind: str, grad_accum: int) -> None:
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
     model.quantizes_weights_first = False  # for model_te_fast: a block's weights are there when it runs
-    mesh = mesh_of(model.blocks)
+    mesh = mesh_of(model.blocks)  # of blocks that `sharding_blocks` has sharded
     if mesh is None:
         mesh = make_mesh(kind, next(model.parameters()).device.type)
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule):  # as blocks are that were built in `sharding_blocks`
             shard_module(module, mesh, grad_accum)
     if "fast_kernels.modules" in sys.modules:  # perhaps this model has its modules
         from nanote.fp8_gather import gather_in_fp8
@@ -148,8 +148,8 @@ def shard(model, kind: str, grad_accum: int) -> None:
 
 @contextlib.contextmanager
 def sharding_blocks(kind: str, device_type: str, grad_accum: int):
-    """Shard each block of a model that is built inside as soon as it is built, with the weights of rank 0. So
-    a GPU has one block whole at a time, and the rest of the model. kind "ddp": shard nothing.
+    """While a model is built in this context, shard each block when it joins its ModuleList, with the weights
+    of rank 0. So a GPU has one block whole at a time, and the rest of the model. kind "ddp": shard nothing.
 
     The model must keep its blocks, and nothing else, in a ModuleList, as the kit's models do.
     """
@@ -245,15 +245,16 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
                               shape=size, stride=parameter.stride())
 
 
-# ---------------------------------------------------------------- what ranks do together
-
 def sharded_like(weight, tensor):
-    """Return a tensor that every rank has whole as a DTensor if `weight` is one."""
+    """Return a tensor that every rank has whole as a DTensor on the host if `weight` is a DTensor. A DTensor
+    is returned itself. Nothing is sent: each rank takes its part."""
     if not isinstance(weight, DTensor) or isinstance(tensor, DTensor):
         return tensor
     on_host = empty_on_host(weight, weight.shape, tensor.dtype)
     return distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
 
+
+# ---------------------------------------------------------------- what ranks do together
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks, in place."""

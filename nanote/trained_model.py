@@ -6,12 +6,14 @@ from nanote.config import is_model_file
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 
 
-def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
+def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32,
+             open_hf_folder=None):
     """Return the model of a checkpoint, with FP8 off.
 
     Args:
         meta: the checkpoint's meta.json.
         model_name: the --model option, path/to/file.py:Class of your own model or the checkpoint's name.
+        open_hf_folder: see `checkpoint.load`.
     """
     if model_name is not None and is_model_file(model_name):
         own_model.load_file(model_name)
@@ -21,7 +23,7 @@ def load_run(folder, meta, model_name=None, device="cpu", dtype=torch.float32):
     name = models.portable_name(model_name or meta["model"])
     config = models.make_model_config(name, meta["model_config"] | {"use_fp8": False})
     model = models.instantiate(name, config, device=device, dtype=dtype).eval()
-    checkpoint.load(folder, model)
+    checkpoint.load(folder, model, open_hf_folder=open_hf_folder)
     return model
 
 

@@ -155,14 +155,13 @@ def shard_offsets(parameter: DTensor) -> list[int]:
 
 # ---------------------------------------------------------------- from tensors to a run
 
-def load_weights(model, stored: dict[str, torch.Tensor], weights=None) -> None:
-    """Copy the stored tensors (this rank's parts) to the parameters and buffers of a model, or to those of
-    `weights`, {name: tensor}.
+def load_weights(weights: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
+    """Copy the stored tensors (this rank's parts) to `weights`: {name: parameter or buffer} of a model.
 
     A weight that has a float32 master becomes the master, rounded to the model's dtype. "model.<parameter>"
     was rounded when it was saved: to BF16, or to FP8 by version 0.2 with --fp8-param.
     """
-    for name, weight in (weights or weights_of(model)).items():
+    for name, weight in weights.items():
         source = stored.get(f"optimizer.{name}.master_param")
         if source is None:
             source = stored[f"model.{name}"]

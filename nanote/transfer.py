@@ -22,12 +22,15 @@ from nanote.training_state import (
 
 def is_run(source: str) -> bool:
     """Return whether a folder is a checkpoint, or that of a run that has one."""
-    return checkpoint.step_of(source) is not None or checkpoint.latest(source) is not None
+    return checkpoint.is_checkpoint(source) or checkpoint.latest(source) is not None
 
 
-def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
+def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None) -> dict:
     """Copy the weights of the run that --init-from names to a new run's model. Return its meta.json if its
-    FP8 scales were copied too, else {}. tokenizer: the name of the tokenizer of --data. Collective."""
+    FP8 scales were copied too, else {}. Collective.
+
+    tokenizer: the name of the tokenizer of --data. open_hf_folder: see `checkpoint.load`.
+    """
     folder = checkpoint.find(config.init_from)
     meta = checkpoint.read_meta(folder)
     check_tokenizer(config.data, tokenizer, meta["tokenizer"])
@@ -36,15 +39,22 @@ def start_from_run(config, model, optimizer, tokenizer: str) -> dict:
     stored = checkpoint.open_weights(folder, like=weights)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
     if base is not None:  # the run has adapters of it
-        stored_base = checkpoint.open_base(base, weights)
-        stored = checkpoint.StoredWeights(
-            stored_base.shapes | stored.shapes, itertools.chain(stored_base.tensors, stored.tensors))
+        stored_base = checkpoint.open_base(base, weights, open_hf_folder)
+        stored = with_base(stored_base, stored)
     has_same_tensors = start_from_weights(
         config, model, optimizer, stored, meta["model_config"], base or folder)
     if not has_same_tensors:
         return {}
     recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
     return meta
+
+
+def with_base(base: StoredWeights, adapters_alone: StoredWeights) -> StoredWeights:
+    """Return the weights of a base and of its adapters."""
+    def read():
+        return itertools.chain(base.read(), adapters_alone.read())
+
+    return StoredWeights(base.shapes | adapters_alone.shapes, read)
 
 
 @torch.no_grad()
@@ -68,21 +78,20 @@ def start_from_weights(config, model, optimizer, stored: StoredWeights, source_c
     trained = {}  # what load_optimizer takes
     for name in in_optimizer:
         trained[f"model.{name}"] = parallel.local_part(weights[name])  # as initialized, if it is not found
-    for name, tensors in stored.tensors:
+    for name, value, master in stored.read():
         if name not in weights:
             continue
         weight = weights[name]
-        values = parallel.local_part(parallel.sharded_like(weight, tensors[f"model.{name}"]))
-        master = tensors.get(f"optimizer.{name}.master_param")
+        value = parallel.local_part(parallel.sharded_like(weight, value))
         if master is not None:
             master = parallel.local_part(master)
         if name in in_optimizer:
-            trained[f"model.{name}"] = values
+            trained[f"model.{name}"] = value
             if master is None and weight.dtype != torch.float32:
-                master = values.float()  # the source's bits, not rounded
+                master = value.float()  # the source's bits, not rounded
             if master is not None:
                 trained[f"optimizer.{name}.master_param"] = master
-        write_weight(weight, values if master is None else master)
+        write_weight(weight, value if master is None else master)
     load_optimizer(optimizer, model, trained)
     if adapters.trains_only_adapters(model):
         checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))

@@ -1,8 +1,9 @@
 """Runs of the edit `lora`: checkpoints with adapters alone, which name their base, and exports of them."""
 
 import json
+import re
+import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,21 @@ from hf_folders import make_model, make_tokenizer
 from nanote import checkpoint, recipes, trained_model
 from nanote.tokens import write_tokens
 from tools import export_hf, import_hf
-from trainer_tools import ROOT, losses, metrics, run_script, run_train, sign
+from trainer_tools import losses, metrics, python_block, run_script, run_train, sign, write_edit
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 --device cpu"
 STEPS = "--lr 1e-2 --warmup-steps 0 --max-steps 4 --eval-tokens 64 --log-interval 1 --checkpoint-interval 2"
 LLAMA = "--use-rmsnorm --use-rotary --activation swiglu --no-bias --n-kv-head 1"
-LORA = "--model my_model.py:OptimizedGPT2Model"
 NAME = "my_model.py:OptimizedGPT2Model"
+LORA = f"--model {NAME}"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokens):
     """A folder with my_model.py, the runs `base` and `lora` of it."""
     folder = tmp_path_factory.mktemp("runs")
-    shutil.copy(ROOT / "model_te_optimized.py", folder / "my_model.py")
-    diff = ROOT / "examples/edits/optimized/lora.diff"
-    subprocess.run(["git", "apply", diff], cwd=folder, check=True)
+    write_edit(folder, "optimized", "lora")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run_train(f"{SHAPE} {STEPS} --dtype bfloat16 --out-dir base", tokens) == 0
@@ -125,7 +124,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(tokens):
 @pytest.mark.parametrize("change, message", [
     ("missing", "has adapters of {base}, which is missing; put that folder there"),
     ("other", "has adapters of other weights than those in {base}; restore the ones")])
-def test_a_wrong_base_is_one_line(change, message, tokens, refused):
+def test_a_missing_or_changed_base_is_refused_in_one_line(change, message, tokens, refused):
     """For train.py, with --resume and --eval-only, and sample.py."""
     meta = json.loads(Path("lora/step-4/meta.json").read_text())
     base = str(Path("base/step-4").resolve())
@@ -148,7 +147,7 @@ def test_a_wrong_base_is_one_line(change, message, tokens, refused):
 @pytest.mark.parametrize("options, message", [
     ("--resume --set lora_rank=32 --max-steps 8 --out-dir lora", "the checkpoint has 16"),
     ("--init-from lora --set lora_rank=32 --out-dir new", "(16, 32) there and (32, 32) in the model")])
-def test_another_rank_is_one_line(options, message, tokens, refused):
+def test_another_lora_rank_is_refused_in_one_line(options, message, tokens, refused):
     shape = "" if "resume" in options else f"{SHAPE} {STEPS} --dtype bfloat16"
     assert message in refused(train.run, f"{shape} {LORA} {options} --data {tokens}", "train.py")
 
@@ -172,8 +171,9 @@ def logits_of_run(run):
     meta = checkpoint.read_meta(folder)
     meta["model_config"]["lora_base"] = "bf16"
     ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(3))
+    model = trained_model.load_run(folder, meta, NAME, open_hf_folder=import_hf.open_model)
     with torch.no_grad():
-        return trained_model.load_run(folder, meta, NAME)(ids), ids
+        return model(ids), ids
 
 
 def without_adapters(folder):
@@ -196,7 +196,7 @@ def add_adapters(model, folder):
 
 
 @pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
-def test_adapters_are_exported_merged_and_alone(run, base, llama, monkeypatch, tmp_path):
+def test_exports_have_the_logits_of_the_run(run, base, llama, monkeypatch, tmp_path):
     monkeypatch.chdir(llama)
     logits, ids = logits_of_run(run)
     # the weights of `base` are BF16, and so are the merged ones
@@ -212,22 +212,27 @@ def test_adapters_are_exported_merged_and_alone(run, base, llama, monkeypatch, t
     assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
 
 
-@pytest.mark.parametrize("run, base", [("lora", "base"), ("lora-llama", "llama")])
-def test_peft_reads_exported_adapters(run, base, llama, monkeypatch, tmp_path):
-    peft = pytest.importorskip("peft")
+@pytest.mark.parametrize("run", ["lora", "lora-llama"])
+def test_peft_reads_exported_adapters(run, llama, monkeypatch, tmp_path, capsys):
+    """With the command that exports the base, which --peft prints, and the code of the page."""
+    pytest.importorskip("peft")
     monkeypatch.chdir(llama)
     logits, ids = logits_of_run(run)
-    export_hf.export(base, tmp_path / "base")
-    export_hf.export(run, tmp_path / "peft", model_name=NAME, peft=True)
-    model = peft.PeftModel.from_pretrained(without_adapters(tmp_path / "base"), tmp_path / "peft")
-    assert (model(ids).logits - logits).norm() < 1e-5 * logits.norm()
+    export_hf.main([run, f"{tmp_path}/peft", "--model", NAME, "--peft"])
+    [command] = re.findall("python tools/export_hf.py (.+)", capsys.readouterr().out)
+    export_hf.main(shlex.split(command))
+    code = python_block("fine_tuning.md", "PeftModel").replace("hf/adapters", f"{tmp_path}/peft")
+    names = {}
+    exec(code.replace('"models/Qwen3-0.6B"', f'"{tmp_path}/peft-base", dtype="float32"'), names)
+    assert (names["model"](ids).logits - logits).norm() < 1e-5 * logits.norm()
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("options, message", [
     ("base hf --peft", "base/step-4 has no adapters; leave --peft out"),
     ("lora hf --peft --fp8", "--peft with --fp8: adapters are not in FP8; leave --fp8 out"),
-    ("lora hf --fp8", "lora/step-4 has adapters, and no scales of the weights with them; leave --fp8 out")])
+    ("lora hf --fp8", "lora/step-4 has adapters: its scales are those of the base, not of the merged "
+                      "weights; leave --fp8 out")])
 def test_an_export_that_is_refused_is_one_line(options, message, refused):
     assert message in refused(export_hf.main, options, "tools/export_hf.py")
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: F401
 from nanote import checkpoint, recipes
+from trainer_tools import CLASSES as CLASSES_OF_FILES
 from trainer_tools import make_tokens as make_corpus
 from trainer_tools import run_script, run_train
 
@@ -22,8 +23,7 @@ MODELS = ("fast", "optimized")
 DIFFS = sorted(path for model in MODELS for path in (ROOT / "examples" / "edits" / model).glob("*.diff"))
 COMPILED = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
 EDITS = sorted({path.stem for path in DIFFS})
-CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
-CLASSES["compiled"] = CLASSES["optimized"]
+CLASSES = CLASSES_OF_FILES | {"compiled": CLASSES_OF_FILES["optimized"]}
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True)
 PLAIN = dict(use_fp8=False, n_layer=1)
 

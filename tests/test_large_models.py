@@ -18,9 +18,9 @@ from kernel_tools import _as_on_a_gpu, _free_memory, _plain_casts  # noqa: F401
 from nanote import adapters, checkpoint, transfer
 from nanote.config import TrainConfig
 from nanote.engine import is_frozen_in_fp8
-from test_lora import CLASSES, edited
+from test_lora import edited
 from tools import import_hf
-from trainer_tools import train_model
+from trainer_tools import CLASSES, python_block, train_model
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="counts tensors on a CPU")
 on_gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -90,6 +90,15 @@ def test_a_model_is_built_with_one_block_in_bf16(kind, engine):
         torch.set_default_dtype(before)
     assert len([p for p in model.parameters() if is_frozen_in_fp8(p)]) == 4 * LAYERS + 1
     assert memory.peak - memory.now < BLOCK + COPIES
+
+
+@on_cpu
+def test_the_model_of_the_page_freezes_half_of_its_blocks():
+    names = {}
+    exec(python_block("changing_the_model.md", "HalfFrozen"), names)
+    model = names["HalfFrozen"](names["OptimizedConfig"](**SHAPE))
+    are_frozen = [is_frozen_in_fp8(block.mlp.fc1_weight) for block in model.blocks]
+    assert are_frozen == [True] * (LAYERS // 2) + [False] * (LAYERS // 2)
 
 
 @pytest.fixture

@@ -28,10 +28,9 @@ from kernel_tools import (  # noqa: F401
     on_gpu,
 )
 from nanote.engine import is_frozen_in_fp8
-from trainer_tools import MODERN, make_batch, train_model, write_edit
+from trainer_tools import CLASSES, MODERN, make_batch, train_model, write_edit
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
-CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_inner=48, n_layer=2, n_head=2, use_fp8=True)
 VARIANTS = {
     "GPT-2": dict(lora_rank=16),

@@ -71,11 +71,14 @@ A_RUN = [
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
     ("python train.py --resume --out-dir out/qwen --data data/mine --lr 1e-5", "--max-steps 15", None),
     ("data.py tokens train.bin val.bin --tokenizer gpt2", BYTES, None),
-    ("cp model_te_optimized.py my_model.py && git apply examples/edits/optimized/lora.diff", "", None),
-    ("python train.py --config out/qwen/config.json --init-from out/qwen --data data/chats-Qwen3-0.6B "
-     "--out-dir out/lora --model my_model.py:OptimizedGPT2Model --set lora_rank=16 --set lora_alpha=32 "
-     "--set lora_base=fp8 --lr 1e-4", "--data data/pairs-gpt2", None),
-    ('python sample.py out/lora --model my_model.py:OptimizedGPT2Model --prompt "Once upon a time"',
+    ("cp model_te_fast.py my_model.py && git apply examples/edits/fast/lora.diff", "", None),
+    ("cp model_te_optimized.py my_optimized.py && patch my_optimized.py examples/edits/optimized/lora.diff",
+     "", None),
+    ("python train.py --config out/qwen-base/config.json --init-from out/qwen-base "
+     "--data data/chats-Qwen3-0.6B --out-dir out/lora --model my_model.py:FastGPT2Model "
+     "--set lora_rank=16 --set lora_alpha=32 --set lora_base=fp8 --lr 1e-4",
+     "--data data/pairs-gpt2 --model my_optimized.py:OptimizedGPT2Model", None),
+    ('python sample.py out/lora --model my_optimized.py:OptimizedGPT2Model --prompt "Once upon a time"',
      TWO_TOKENS, None),
 ]
 OPTIONS = [
@@ -162,6 +165,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "python data.py hf HuggingFaceFW/fineweb --subset sample-10BT --streaming --tokenizer gpt2",
         "python data.py packages --tokenizer r50k_base",
         "python tools/import_hf.py models/Qwen3-0.6B out/qwen",
+        "python tools/import_hf.py models/Qwen3-0.6B out/qwen-base",
         "python bench/minimal.py --nanogpt nanoGPT"],
     "runs the tests": [
         "make lint",
@@ -182,8 +186,9 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "runs in test_hf.py": [
         "python tools/export_hf.py out/gpt2-124m hf/mine", "python tools/export_hf.py out/qwen hf/qwen"],
     "runs in test_adapter_runs.py": [
-        "python tools/export_hf.py out/lora hf/merged --model my_model.py:OptimizedGPT2Model",
-        "python tools/export_hf.py out/lora hf/adapters --model my_model.py:OptimizedGPT2Model --peft"],
+        "python tools/export_hf.py out/lora hf/merged --model my_optimized.py:OptimizedGPT2Model",
+        "python tools/export_hf.py out/lora hf/adapters --model my_optimized.py:OptimizedGPT2Model --peft",
+        "python tools/export_hf.py out/base hf/base"],
     "runs in test_fp8_folders.py": ["python tools/export_hf.py out/llama hf/llama-fp8 --fp8"],
     "runs in test_sample.py": ["python sample.py out/qwen --chat"],
     "runs in test_own_model.py": [
@@ -245,6 +250,7 @@ def make_world(monkeypatch, folder):
     Path("out").mkdir()
     Path("out/base").symlink_to("gpt2-124m")
     Path("out/qwen").symlink_to("gpt2-124m")
+    Path("out/qwen-base").symlink_to("gpt2-124m")
     own_model = Path("model_te_optimized.py").read_text().replace("OptimizedGPT2Model", "MyModel")
     for path in (Path("my_model.py"), Path("path/to/my_model.py"), Path("notes/a.txt")):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,13 +384,14 @@ def test_an_option_that_a_page_names_exists():
 
 # ---------------------------------------------------------------- loops
 
-# README's two run below, those of recipes.md in test_skipped_step.py, the last one in test_own_model.py.
-LOOPS = {"README.md": 2, "recipes.md": 2, "changing_the_model.md": 1}
+# README's two run below, those of recipes.md in test_skipped_step.py, those of changing_the_model.md in
+# test_large_models.py and test_own_model.py, that of fine_tuning.md in test_adapter_runs.py.
+PYTHON = {"README.md": 2, "recipes.md": 2, "changing_the_model.md": 2, "fine_tuning.md": 1}
 
 
-def test_each_loop_of_a_page_has_a_test():
+def test_each_python_block_of_a_page_has_a_test():
     counts = {name: text.count("```python") for name, text in TEXTS.items()}
-    assert {name: count for name, count in counts.items() if count} == LOOPS
+    assert {name: count for name, count in counts.items() if count} == PYTHON
 
 
 # ln 512 = 6.2, ln 50304 = 10.8: random tokens cannot be learned, so the loss may only not diverge

@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,6 +37,9 @@ from nanote.logs import read_metrics
 from nanote.tokens import write_tokens
 
 ROOT = Path(train.__file__).parent
+# {model_te_<name>.py: its model and its config}
+CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)  # of a page
 VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # of metrics.jsonl, in equal runs
 # 24 steps of 2 micro-batches of 4 x 64 tokens; with dropout, so that the random state matters
 OPTIONS = (
@@ -42,6 +47,12 @@ OPTIONS = (
     "--max-steps 24 --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
     "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu")
 MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
+
+
+def python_block(page: str, word: str) -> str:
+    """Return the Python block of a page of the guide that has a word in it."""
+    [block] = [block for block in PYTHON_BLOCK.findall((ROOT / "guide" / page).read_text()) if word in block]
+    return block
 
 
 def model_file(name: str, engine: str):
@@ -276,7 +287,9 @@ for name, options in json.loads(sys.argv[2]).items():
 
 def finish(processes) -> list[str]:
     """Wait for the processes of a run; return what each has printed."""
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    # all at once: a rank whose pipe is full stops, and the others wait for it in a collective
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = list(pool.map(lambda process: process.communicate(timeout=300)[0], processes))
     assert not any(process.returncode for process in processes), outputs
     return outputs
 

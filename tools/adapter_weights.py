@@ -5,7 +5,7 @@ weight + lora_alpha / lora_rank · b @ a. PEFT has an adapter for each of q, k, 
 copy of the a that they share here, and its rows of b.
 """
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ MODULES = {"attn.qkv.weight": "attn.lora_qkv", "attn.proj.weight": "attn.lora_pr
 class Adapters(NamedTuple):
     """The adapters of a run."""
 
-    tensors: RunWeights
+    tensors: Mapping[str, torch.Tensor]
     rank: int
     alpha: float
 
@@ -50,11 +50,13 @@ def read_adapters(source: Path, model_config: dict, masters: bool) -> Adapters |
     found = {name for name in tensors if adapters.MARK in name}
     if not found:
         return None
-    known = {f"{adapter_of(name)}.{letter}" for name in names_of_weights(model_config) for letter in "ab"}
+    expected_names = set()
+    for name in names_of_weights(model_config):
+        expected_names |= {f"{adapter_of(name)}.a", f"{adapter_of(name)}.b"}
     has_fields = "lora_rank" in model_config and "lora_alpha" in model_config
-    if unknown := sorted(found - known):
-        raise ValueError(f"{source}: {unknown[0]} is no adapter of examples/edits/optimized/lora.diff; share "
-                         "the run with its model file")
+    if unexpected := sorted(found - expected_names):
+        raise ValueError(f"{source}: {unexpected[0]} is no adapter of examples/edits/optimized/lora.diff; "
+                         "share the run with its model file")
     if not has_fields:
         raise ValueError(f"{source}: its model has no fields lora_rank and lora_alpha, as the edit lora has; "
                          "share the run with its model file")
@@ -68,34 +70,30 @@ def names_of_weights(model_config: dict) -> list[str]:
 
 # ---------------------------------------------------------------- merged
 
-class FolderWeights(LazyTensors):
-    """The weights of a Hugging Face folder under the names of the optimized model. Holds all in memory."""
-
-    def __init__(self, folder: Path, rows: int):
-        from tools.import_hf import open_model  # which imports export_hf
-        stored, _ = open_model(folder, rows)
-        self.shapes = stored.shapes
-        self.names = {name: tensors[f"model.{name}"] for name, tensors in stored.tensors}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.names[name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self.names[name].dtype
+def read_base(folder: Path, masters: bool, rows: int) -> tuple[Mapping[str, torch.Tensor], dict]:
+    """Return the weights of a base under the names of the optimized model, and their shapes. Those of a
+    folder of Hugging Face are held in memory, and their embeddings padded to `rows`."""
+    if checkpoint.is_checkpoint(folder):
+        weights = RunWeights(folder, masters=masters)
+        return weights, weights.shapes
+    from tools.import_hf import open_model  # which imports export_hf
+    stored, _ = open_model(folder, rows)
+    return {weight.name: weight.value for weight in stored.read()}, stored.shapes
 
 
 class MergedWeights(LazyTensors):
     """The weights of a base, to which adapters are added in float32: {name: tensor}.
 
-    dtype: of the tensors returned; None: as the base has them.
+    base, shapes: of `read_base`. dtype: of the tensors returned; None: as the base has them.
     """
 
-    def __init__(self, base: LazyTensors, added: Adapters, dtype: torch.dtype | None):
+    def __init__(self, base: Mapping[str, torch.Tensor], shapes: dict, added: Adapters,
+                 dtype: torch.dtype | None):
         self.base = base
         self.added = added
         self.dtype = dtype
         self.names = dict.fromkeys(base)
-        self.shapes = base.shapes
+        self.shapes = shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight = self.base[name]
@@ -107,20 +105,21 @@ class MergedWeights(LazyTensors):
         return weight if self.dtype is None else weight.to(self.dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype or self.base.dtype_of(name)
+        return self.dtype or self.base[name].dtype
 
 
 # ---------------------------------------------------------------- a folder of PEFT
 
-def write_peft(folder: Path, added: Adapters, config, vocab_size: int, base_name: str) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. base_name: where PEFT looks for the base."""
+def write_peft(folder: Path, added: Adapters, base: Path, config, vocab_size: int) -> None:
+    """Write adapter_config.json and adapter_model.safetensors."""
     tensors = dict(peft_tensors(added, config, vocab_size))
+    # q_proj of base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
     modules = {name.split(".")[-3] for name in tensors}
     checkpoint.save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
+        "base_model_name_or_path": peft_base_name(base),
         "r": added.rank,
         "lora_alpha": added.alpha,
         "lora_dropout": 0.0,
@@ -149,16 +148,20 @@ def peft_tensors(added: Adapters, config, vocab_size: int) -> Iterator[tuple[str
 # ---------------------------------------------------------------- the base
 
 def vocab_size_of(base: Path, meta: dict, padded: int) -> int:
-    """Return the number of a base's tokens, without padding. meta: of the checkpoint with its adapters."""
-    if checkpoint.step_of(base) is None:
+    """Return the number of tokens of a base, without padding of the vocabulary.
+
+    meta: of the checkpoint that is exported. padded: the rows of the embedding, which are returned if no
+    import has stored the number.
+    """
+    if not checkpoint.is_checkpoint(base):
         return read_json(base / "config.json")["vocab_size"]
     base_meta = checkpoint.read_meta(base)
     return base_meta.get("hf", meta.get("hf", {})).get("vocab_size", padded)
 
 
 def peft_base_name(base: Path) -> str:
-    """Return the Hugging Face folder of a base, or that of its run, which has to be exported for PEFT."""
-    if checkpoint.step_of(base) is None:
+    """Return the Hugging Face folder of a base, or its checkpoint, to be exported first."""
+    if not checkpoint.is_checkpoint(base):
         return str(base)
     meta = checkpoint.read_meta(base)
     is_unchanged_import = meta["step"] == 0 and "hf" in meta

@@ -25,9 +25,10 @@ if __name__ == "__main__":
 import itertools
 import json
 import math
+import shlex
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -42,7 +43,7 @@ from nanote.new_folder import check_new, new_folder
 from nanote.tokenizers import HfTokenizer, byte_characters
 from nanote.training_state import weights_of
 from tools import adapter_weights, fp8_folders, hf_weights
-from tools.tensor_files import RunWeights, optimized_name, read_json, write_shards
+from tools.tensor_files import LazyTensors, RunWeights, optimized_name, read_json, write_shards
 
 
 @dataclass
@@ -61,6 +62,10 @@ class ExportConfig:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "chat_template.jinja", "chat_template.json")
+# Largest difference of logits over the largest logit. Rounding gives at most 0.014 % in float32, with weights
+# ten times GPT-2's, and 2 % in BF16.
+TOLERANCE_IN_FLOAT32 = 1e-3
+TOLERANCE_IN_BF16 = 0.1
 NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of generation_config.json
 
 
@@ -145,35 +150,42 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8
     meta = checkpoint.read_meta(source)
     checkpoint.verify(source)
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
-    vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
     tokenizer = trained_model.load_tokenizer(meta, moved_tokenizer)
-    torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
-    masters = dtype == "float32"
-    added = adapter_weights.read_adapters(source, meta["model_config"], masters)
+    added = adapter_weights.read_adapters(source, meta["model_config"], masters=dtype == "float32")
     check_adapters(source, added, fp8, peft)
-    if added is not None:
-        base = adapters.find_base(source, meta) or source
-        vocab_size = adapter_weights.vocab_size_of(base, meta, config.vocab_size)
-        scales = {}
-        weights = adapter_weights.MergedWeights(open_base(base, masters, config), added, torch_dtype)
-    elif fp8:
+    # a run that has trained more than adapters, or began without --init-from, has stored all weights itself
+    base = adapters.find_base(source, meta) or source
+    vocab_size = adapter_weights.vocab_size_of(base, meta, padded=config.vocab_size)
+    scales = {}  # of the weights that are written in FP8
+    if fp8:
         scales = fp8_folders.training_scales(source, meta["config"]["fp8_recipe"], config, fp8_lm_head)
-        weights = fp8_folders.QuantizedWeights(source, scales, torch_dtype)
-    else:
-        scales = {}  # no weight is written in FP8
-        weights = RunWeights(source, masters=masters, dtype=torch_dtype)
+    weights = weights_to_write(source, base, added, scales, dtype, config.vocab_size)
     with new_folder(folder, "name another folder", lambda names: check_new(folder)) as unfinished:
         if peft:
-            name = adapter_weights.peft_base_name(base)
-            adapter_weights.write_peft(unfinished, added, config, vocab_size, name)
-            exported = partial(make_exported, weights, config, vocab_size)
+            adapter_weights.write_peft(unfinished, added, base, config, vocab_size)
+            load = partial(make_merged, weights, config, vocab_size)
         else:
             write_folder(unfinished, weights, scales, config, vocab_size, tokenizer)
-            exported = partial(load_exported, unfinished)
+            load = partial(load_exported, unfinished)
         card = model_card(source, meta, tokenizer, library="peft" if peft else "transformers")
         (unfinished / "README.md").write_text(card, encoding="utf-8")
-        check_logits(exported, source, model_name, weights, scales, vocab_size)
+        check_logits(load, source, model_name, weights, scales, vocab_size)
     return source
+
+
+def weights_to_write(source: Path, base: Path, added, scales: dict, dtype: str, rows: int) -> LazyTensors:
+    """Return {name in the optimized model: weight}, with the adapters added to the weights of their base.
+
+    added: the adapters of the run, None if it has none. rows: of the embedding. The others: see `export`.
+    """
+    masters = dtype == "float32"
+    torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
+    if added is not None:
+        of_base, shapes = adapter_weights.read_base(base, masters, rows)
+        return adapter_weights.MergedWeights(of_base, shapes, added, torch_dtype)
+    if scales:
+        return fp8_folders.QuantizedWeights(source, scales, torch_dtype)
+    return RunWeights(source, masters=masters, dtype=torch_dtype)
 
 
 def check_adapters(source: Path, added, fp8: bool, peft: bool) -> None:
@@ -183,58 +195,65 @@ def check_adapters(source: Path, added, fp8: bool, peft: bool) -> None:
     if peft and added is None:
         raise ValueError(f"--peft: {source} has no adapters; leave --peft out")
     if fp8 and added is not None:
-        raise ValueError(f"--fp8: {source} has adapters, and no scales of the weights with them; leave --fp8 "
-                         "out")
-
-
-def open_base(base: Path, masters: bool, config):
-    """Return the weights of the base of adapters, a checkpoint or a folder of Hugging Face."""
-    if checkpoint.step_of(base) is None:
-        return adapter_weights.FolderWeights(base, rows=config.vocab_size)
-    return RunWeights(base, masters=masters)
+        raise ValueError(f"--fp8: {source} has adapters: its scales are those of the base, not of the merged "
+                         "weights; leave --fp8 out")
 
 
 @torch.no_grad()
-def check_logits(load: Callable, source: Path, model_name: str | None, weights, scales: dict,
+def check_logits(load: Callable, source: Path, model_name: str | None, weights: Mapping, scales: dict,
                  vocab_size: int) -> None:
-    """Raise ValueError unless the exported model has the logits of the run's, on 1,024 random tokens.
-
-    float32 (up to 4 billion parameters, 16 GB): tolerance 0.1 % of the largest logit; rounding is at most
-    0.014 %, with weights ten times GPT-2's.
-    BF16, in which weights with adapters may be written, too: tolerance 10 %; rounding is at most 2 %.
+    """Raise ValueError unless the exported model has the logits of the run's, on 1,024 random tokens: in
+    float32 up to 4 billion parameters (16 GB), else in BF16.
 
     load: dtype -> the model of transformers.
     """
     import transformers  # slow to import
 
+    from tools.import_hf import open_model  # which imports this file
+
     transformers.logging.disable_progress_bar()
     is_small = sum(math.prod(shape) for shape in weights.shapes.values()) <= 4e9
     in_float32 = is_small and recipes.IS_REFERENCE
     dtype = torch.float32 if in_float32 else torch.bfloat16
-    tolerance = 1e-3 if in_float32 else 0.1
+    tolerance = TOLERANCE_IN_FLOAT32 if in_float32 else TOLERANCE_IN_BF16
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
-    meta = checkpoint.read_meta(source)
-    if "lora_base" in meta["model_config"]:
-        meta["model_config"]["lora_base"] = "bf16"  # adapters are added to weights that are not in FP8
-    model = trained_model.load_run(source, meta, model_name, device, dtype)
+    meta = with_base_in_bf16(checkpoint.read_meta(source))
+    model = trained_model.load_run(source, meta, model_name, device, dtype, open_model)
     random = torch.Generator().manual_seed(0)
     length = min(model.config.n_positions, 1024)
     ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
-    compared = []  # (logits, tolerance)
-    if any(adapters.MARK in name for name, _ in model.named_parameters()):
-        compared.append((logits_of(model, ids, vocab_size), 0.1))
-    write_exported(model, weights, scales)
-    compared.append((logits_of(model, ids, vocab_size), tolerance))
+    has_adapters = any(adapters.MARK in name for name, _ in model.named_parameters())
+    if has_adapters:
+        beside_base = logits_of(model, ids, vocab_size)
+    set_to_written_weights(model, weights, scales)
+    written = logits_of(model, ids, vocab_size)
     del model  # one at a time
     exported = load(dtype).to(device).eval()
+    class_name = type(exported).__name__
     theirs = exported(ids).logits
-    for logits, allowed in compared:
-        difference = (logits - theirs).abs().max().item()
-        largest = logits.abs().max().item()
-        if not difference <= allowed * largest:  # NaN, too
-            raise ValueError(f"{source}: its logits and those of {type(exported).__name__} differ by up to "
-                             f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class "
-                             "for an edited model; share the run with its model file")
+    if has_adapters:  # the merged weights may be rounded to BF16
+        check_close(beside_base, theirs, TOLERANCE_IN_BF16, source, class_name)
+    check_close(written, theirs, tolerance, source, class_name)
+
+
+def with_base_in_bf16(meta: dict) -> dict:
+    """Return meta.json with the base of adapters in BF16: the export has added them to weights that were not
+    rounded to FP8."""
+    model_config = meta["model_config"]
+    if "lora_base" in model_config:
+        model_config = model_config | {"lora_base": "bf16"}
+    return meta | {"model_config": model_config}
+
+
+def check_close(logits, exported_logits, tolerance: float, source: Path, class_name: str) -> None:
+    """Raise ValueError unless the logits of a run and of the exported model differ by at most `tolerance`
+    times the largest logit."""
+    difference = (logits - exported_logits).abs().max().item()
+    largest = logits.abs().max().item()
+    if not difference <= tolerance * largest:  # NaN, too
+        raise ValueError(f"{source}: its logits and those of {class_name} differ by up to {difference:.3g}, "
+                         f"and the largest is {largest:.3g}: transformers has no class for an edited model; "
+                         "share the run with its model file")
 
 
 def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
@@ -245,7 +264,7 @@ def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
     return logits[..., :vocab_size]
 
 
-def write_exported(model, weights, scales: dict) -> None:
+def set_to_written_weights(model, weights: Mapping, scales: dict) -> None:
     """Set the weights of a run's model to those that are written, and its adapters, which they contain, to
     zero."""
     for stored_name, parameter in weights_of(model).items():
@@ -261,8 +280,8 @@ def write_exported(model, weights, scales: dict) -> None:
         parameter.copy_(weight)
 
 
-def make_exported(weights, config, vocab_size: int, dtype: torch.dtype):
-    """Return the transformers model of weights that are not in a folder."""
+def make_merged(weights: Mapping, config, vocab_size: int, dtype: torch.dtype):
+    """Return the transformers model of merged weights, which --peft does not write."""
     import transformers  # slow to import
 
     hf_config = hf_weights.hf_config(config, vocab_size)
@@ -382,15 +401,25 @@ def model_card(source: Path, meta: dict, tokenizer, library: str) -> str:
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n")
 
 
+def print_how_to_load_adapters(folder: Path, source: Path) -> None:
+    """Print the commands that load a folder of PEFT."""
+    base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+    print(f"{folder}: the adapters of {source}; load them with:")
+    if checkpoint.is_checkpoint(base):
+        exported_base = f"{folder}-base"
+        print(f"  python tools/export_hf.py {shlex.quote(base)} {shlex.quote(exported_base)}")
+        base = exported_base
+    print(f"  model = AutoModelForCausalLM.from_pretrained({base!r})\n"
+          f"  model = PeftModel.from_pretrained(model, {str(folder)!r})")
+
+
 def main(argv=None) -> None:
     config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
     source = export(config.run, config.folder, dtype=config.dtype, moved_tokenizer=config.tokenizer,
                     model_name=config.model, fp8=config.fp8, fp8_lm_head=config.fp8_lm_head,
                     peft=config.peft)
     if config.peft:
-        base = read_json(config.folder / "adapter_config.json")["base_model_name_or_path"]
-        print(f"{config.folder}: the adapters of {source}; load them with PeftModel.from_pretrained(MODEL, "
-              f"{str(config.folder)!r}), where MODEL is {base}, exported if that is a run")
+        print_how_to_load_adapters(config.folder, source)
         return
     content = "in FP8" if config.fp8 else "with the same logits in transformers"
     package = " (pip install compressed-tensors)" if config.fp8 else ""

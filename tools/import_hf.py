@@ -60,7 +60,7 @@ def import_folder(folder, run, tokenizer: str | None = None) -> Path:
     folder = Path(folder)
     run = Path(run)
     check_new(run)
-    if checkpoint.step_of(run) is not None:
+    if checkpoint.is_checkpoint(run):
         raise ValueError(f"{run}: step-<n> is the name of a checkpoint; use another, such as out/mine")
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json")
@@ -141,9 +141,12 @@ def open_model(folder: Path, rows: int):
     for spec in hf_weights.weight_specs(model_config, max(rows, hf.vocab_size)):
         if not hf_weights.is_dropped(spec, model_config):
             shapes[spec.name] = spec.shape
-    weights = padded_weights(folder, model_config, hf.vocab_size, rows)
-    tensors = ((name, {f"model.{name}": weight}) for name, weight in weights)
-    return checkpoint.StoredWeights(shapes, tensors), vars(model_config)
+
+    def read() -> Iterator[checkpoint.StoredWeight]:
+        for name, weight in padded_weights(folder, model_config, hf.vocab_size, rows):
+            yield checkpoint.StoredWeight(name, weight, master=None)
+
+    return checkpoint.StoredWeights(shapes, read), vars(model_config)
 
 
 def padded_weights(folder: Path, model_config, vocab_size: int, rows: int) -> Iterator[tuple]:
