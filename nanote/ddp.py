@@ -50,9 +50,6 @@ def distribute(model, kind: str, grad_accum: int):
             if not isinstance(tensor, DTensor):  # blocks are sharded as they are built
                 broadcast(tensor)
         if kind != "ddp":
-            if any(is_frozen_in_fp8(parameter) for parameter in model.parameters()):
-                raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "
-                                 "--parallel ddp")
             parallel.shard(model, kind, grad_accum)
     return model
 

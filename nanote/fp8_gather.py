@@ -120,13 +120,16 @@ def quantize_shards(shards: list[Shard], model, arguments: tuple, options: dict)
         return
     model.reshard()  # lm_head's weight may be gathered still, as it was quantized for an earlier pass
     quantizations = [shard.module.weight_quantization(shard.gemm, model.fp8_recipe) for shard in shards]
-    casts.cast_all(
-        [as_matrix(shard.bf16) for shard in shards],
-        [as_matrix(shard.fp8) for shard in shards],
-        [],  # no transposed copies
-        [shard.scale_inv for shard in shards],
-        [quantization.scale for quantization in quantizations],
-        [quantization.amax for quantization in quantizations])
+    scale_invs = tuple(shard.scale_inv for shard in shards)
+    # Autograd has saved them for a backward pass that is still to come, which gathers the new bytes, too
+    with torch.autograd._unsafe_preserve_version_counter(scale_invs):
+        casts.cast_all(
+            [as_matrix(shard.bf16) for shard in shards],
+            [as_matrix(shard.fp8) for shard in shards],
+            [],  # no transposed copies
+            list(scale_invs),
+            [quantization.scale for quantization in quantizations],
+            [quantization.amax for quantization in quantizations])
 
 
 def as_matrix(shard: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,7 @@ def shard(model, kind: str, grad_accum: int) -> None:
     grad_accum: the number of micro-batches a step.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import
+    refuse_frozen_weights(model, kind)
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
@@ -160,6 +161,7 @@ def sharding_blocks(kind: str, device_type: str, grad_accum: int):
 
     def shard_block(parent, name, module):
         if isinstance(parent, torch.nn.ModuleList):
+            refuse_frozen_weights(module, kind)
             broadcast_weights(module)
             shard_module(module, mesh, grad_accum)
 
@@ -169,6 +171,13 @@ def sharding_blocks(kind: str, device_type: str, grad_accum: int):
         yield
     finally:
         handle.remove()
+
+
+def refuse_frozen_weights(module, kind: str) -> None:
+    """Raise ValueError for weights that are frozen in FP8."""
+    if any(getattr(parameter, "is_frozen_in_fp8", False) for parameter in module.parameters()):
+        raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "
+                         "--parallel ddp")
 
 
 def make_mesh(kind: str, device_type: str) -> DeviceMesh:

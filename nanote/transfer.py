@@ -38,11 +38,13 @@ def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None
     parallel.on_rank0(lambda: checkpoint.verify(folder))
     stored = checkpoint.open_weights(folder, like=weights)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
+    in_base = stored.shapes.keys()
     if base is not None:  # the run has adapters of it
         stored_base = checkpoint.open_base(base, weights, open_hf_folder)
+        in_base = stored_base.shapes.keys() - stored.shapes.keys()
         stored = with_base(stored_base, stored)
     has_same_tensors = start_from_weights(
-        config, model, optimizer, stored, meta["model_config"], base or folder)
+        config, model, optimizer, stored, meta["model_config"], base or folder, in_base)
     if not has_same_tensors:
         return {}
     recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
@@ -59,12 +61,13 @@ def with_base(base: StoredWeights, adapters_alone: StoredWeights) -> StoredWeigh
 
 @torch.no_grad()
 def start_from_weights(config, model, optimizer, stored: StoredWeights, source_config: dict,
-                       base: Path) -> bool:
+                       base: Path, in_base=None) -> bool:
     """Copy the weights of --init-from to a new run's model, one at a time. Print which were found, and return
     whether source and model have the same. Collective.
 
     source_config: the fields of the config of the source's model.
     base: the folder of the weights, which a run of adapters does not store again.
+    in_base: the names of those in that folder. None: of all.
     """
     source = config.init_from
     print_differences(source, model.config, source_config)
@@ -95,8 +98,10 @@ def start_from_weights(config, model, optimizer, stored: StoredWeights, source_c
     load_optimizer(optimizer, model, trained)
     if adapters.trains_only_adapters(model):
         checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
-        names = frozenset(name for name in found.keys() & weights.keys() if adapters.MARK not in name)
-        model.base_of_adapters = adapters.Base(base, checksum, names)
+        frozen = {name for name, tensor in weights.items()
+                  if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
+        names = frozen & (found.keys() if in_base is None else in_base)
+        model.base_of_adapters = adapters.Base(base, checksum, frozenset(names))
     return found.keys() == weights.keys()
 
 

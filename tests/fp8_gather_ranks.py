@@ -69,6 +69,16 @@ def train(kind, options, gathers_in_fp8=True):
     return model, optimizer, found
 
 
+def train_on_two_passes(kind, options, gathers_in_fp8=True):
+    """Return this rank's gradients of a difference of two losses, as preference optimization has."""
+    choose_gather(gathers_in_fp8)
+    model = ddp.distribute(make_model(kind, options), "fsdp", grad_accum=1)
+    for _ in range(2):  # the first pass finds scales
+        model.zero_grad()
+        (model(inputs[0], labels[0]) - model(inputs[1], labels[1])).backward()
+    return {name: parallel.local_part(p.grad).tolist() for name, p in model.named_parameters()}
+
+
 def values(model):
     """Return scales, amax histories and this rank's shards of weights."""
     state = {name: parallel.local_part(tensor) for name, tensor in model.state_dict().items()}
@@ -121,6 +131,8 @@ def report_on(name, run):
     other, _, report["bf16_losses"] = train(*run, gathers_in_fp8=False)
     report.update(bf16_values=values(other), bf16_after=evaluate(other))
     report["gathered_in_fp8"] = list(gathered_in_fp8(model))
+    report["two_passes"] = train_on_two_passes(*run)
+    report["bf16_two_passes"] = train_on_two_passes(*run, gathers_in_fp8=False)
     if name == "untied":
         report["loaded"] = cross_load(*run, model, optimizer)
     return report

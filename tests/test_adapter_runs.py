@@ -269,3 +269,18 @@ def test_a_folder_of_hugging_face_is_a_base(refused):
     make_model("hf")
     line = refused(train.run, f"--resume --max-steps 8 --out-dir run {LORA}", "train.py")
     assert "has adapters of other weights than those in" in line
+
+
+@pytest.mark.usefixtures("here")
+def test_weights_that_only_a_run_of_adapters_has_are_kept(tokens):
+    """Biases, which the base of the first run lacks: a run that begins with it stores them, resumes and
+    exports."""
+    assert run_train(f"{SHAPE} {STEPS} --no-bias --dtype bfloat16 --out-dir plain", tokens) == 0
+    options = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --bias"
+    assert run_train(f"{options} --init-from plain --out-dir one", tokens) == 0
+    assert run_train(f"{options} --init-from one --out-dir two", tokens) == 0
+    expected = metrics("two")
+    shutil.rmtree("two/step-4")
+    assert run_train(f"--resume --out-dir two {LORA}", tokens) == 0
+    assert metrics("two") == expected
+    export_hf.export(checkpoint.find("two"), Path("hf"), model_name=NAME)

@@ -5,6 +5,7 @@ Each run is compared with one whose weights are gathered in BF16 and quantized b
 import json
 
 import pytest
+import torch
 
 from trainer_tools import ROOT, run_ranks
 
@@ -40,6 +41,15 @@ def test_training_is_that_of_weights_gathered_in_bf16(reports, run):
         assert report[found] == report[f"bf16_{found}"], found
     with_fp8, without_fp8 = report["after"]
     assert with_fp8 != without_fp8
+
+
+@pytest.mark.parametrize("run", ["tied", "untied", "mixed"])
+def test_two_passes_may_precede_a_backward_pass(reports, run):
+    """The second one quantizes the weights anew. The first one's dgrad reads those, within FP8's rounding."""
+    found = reports[run]["two_passes"]
+    for name, expected in reports[run]["bf16_two_passes"].items():
+        expected = torch.tensor(expected)
+        assert (torch.tensor(found[name]) - expected).norm() < 0.2 * expected.norm(), name
 
 
 def test_weights_that_fp8_gemms_read_are_gathered_in_fp8(reports):

@@ -84,7 +84,8 @@ def read_base(folder: Path, masters: bool, rows: int) -> tuple[Mapping[str, torc
 class MergedWeights(LazyTensors):
     """The weights of a base, to which adapters are added in float32: {name: tensor}.
 
-    base, shapes: of `read_base`. dtype: of the tensors returned; None: as the base has them.
+    base, shapes: as `read_base` returns them; adapters among them are left out. dtype: of the tensors
+        returned; None: as the base has them.
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], shapes: dict, added: Adapters,
@@ -92,7 +93,7 @@ class MergedWeights(LazyTensors):
         self.base = base
         self.added = added
         self.dtype = dtype
-        self.names = dict.fromkeys(base)
+        self.names = dict.fromkeys(name for name in base if adapters.MARK not in name)
         self.shapes = shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -101,7 +102,7 @@ class MergedWeights(LazyTensors):
             a, b = pair
             scale = self.added.alpha / self.added.rank
             merged = weight.float() + scale * b.float() @ a.float()
-            weight = merged.to(weight.dtype)
+            return merged.to(self.dtype or weight.dtype)
         return weight if self.dtype is None else weight.to(self.dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:

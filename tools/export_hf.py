@@ -28,6 +28,7 @@ import math
 import shlex
 import shutil
 import signal
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +183,9 @@ def weights_to_write(source: Path, base: Path, added, scales: dict, dtype: str, 
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
     if added is not None:
         of_base, shapes = adapter_weights.read_base(base, masters, rows)
-        return adapter_weights.MergedWeights(of_base, shapes, added, torch_dtype)
+        of_run = RunWeights(source, masters=masters)  # what the base lacks, such as biases
+        return adapter_weights.MergedWeights(
+            ChainMap(of_run, of_base), shapes | of_run.shapes, added, torch_dtype)
     if scales:
         return fp8_folders.QuantizedWeights(source, scales, torch_dtype)
     return RunWeights(source, masters=masters, dtype=torch_dtype)
