@@ -48,6 +48,7 @@ def main(config: TrainConfig) -> None:
     """Build the parts of a run, and train. Mistakes are found before anything is written."""
     ranks = parallel.start()  # the processes that torchrun started, or this one alone
     device = prepare_device(config, ranks)
+    recipes.check_machine(config, device)  # config.check knew the options alone
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
     resumed_meta = checkpoint.read_meta(source) if source else {}  # meta.json of the checkpoint, if any
 
@@ -283,7 +284,6 @@ def build_model(config, device, saved_config: dict | None = None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the weights
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    recipes.check_machine(config, device)  # config.check knew the options alone
     # How GEMMs scale their operands to FP8: delayed | current | block | mxfp8 | nvfp4, or None: no FP8. The
     # model enters te.autocast with it in its forward pass, so a training step has no autocast.
     recipe = recipes.make(config)

@@ -46,7 +46,9 @@ ARM_WORDS = {  # word in the name of a bf16 or fp8 arm -> options of train.py
     "muon": {"optimizer": "muon"},
 }
 ARM_NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks"}  # with a number behind them: accum4
+FP8_ARM_NUMBERS = {"skip_first": "fp8_skip_first", "skip_last": "fp8_skip_last"}
 FP8_ARM_WORDS = {
+    "bf16_head": {"fp8_lm_head": False},
     "e4m3": {"fp8_format": "e4m3"},
     "hybrid": {"fp8_format": "hybrid"},
     "current": {"fp8_recipe": "current"},
@@ -61,7 +63,7 @@ class Arm:
     """The name of a bf16 or fp8 arm, taken apart: fp8-e4m3-custom has the word e4m3 and the model custom."""
 
     precision: str
-    words: list[str]  # of ARM_WORDS, FP8_ARM_WORDS and ARM_NUMBERS
+    words: list[str]  # of ARM_WORDS, ARM_NUMBERS and those of FP8
     model: str | None  # None: the one of its words, or the default
 
 
@@ -97,9 +99,10 @@ def unknown_arm(name: str) -> ValueError:
 
 def options_of_word(word: str, precision: str) -> dict | None:
     """Return the options of train.py for a word in the name of an arm; None if it is unknown."""
-    match = re.fullmatch("([a-z]+)([1-9][0-9]*)", word)
-    if match and match[1] in ARM_NUMBERS:
-        return {ARM_NUMBERS[match[1]]: int(match[2])}
+    numbers = ARM_NUMBERS | FP8_ARM_NUMBERS if precision == "fp8" else ARM_NUMBERS
+    match = re.fullmatch("([a-z_]+)([1-9][0-9]*)", word)
+    if match and match[1] in numbers:
+        return {numbers[match[1]]: int(match[2])}
     if precision == "fp8" and word in FP8_ARM_WORDS:
         return FP8_ARM_WORDS[word]
     return ARM_WORDS.get(word)
@@ -151,6 +154,7 @@ def free() -> None:
 def make_parts(config: TrainConfig, device: torch.device):
     """Return the model, the optimizer and the gradients of a run, as train.py makes them."""
     torch.manual_seed(config.seed)
+    recipes.check_machine(config, device)
     model = train.build_model(config, device)
     optimizer = make_optimizer(model, config)
     gradients = make_gradients(model, config.grad_accum)

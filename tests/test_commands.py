@@ -54,6 +54,7 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --model best", "best optimized"),
     ("train.py", f"{TRAIN} --model custom --use-qk-norm", "--use-qk-norm custom"),
     ("train.py", f"{TRAIN} --fp8-recipe fp4", "fp4 delayed mxfp8"),
+    ("train.py", f"{SHORT} --data nowhere --fp8-recipe tensorwise", "tensorwise: current"),
     ("train.py", f"{TRAIN} --device tpu", "tpu cpu"),
     ("train.py", f"{TRAIN} --lr 0", "--lr above"),
     ("train.py", f"{TRAIN} --cuda-graph on", "--cuda-graph GPU"),
