@@ -1,6 +1,6 @@
 """Measure training speed on random tokens: FP8 against BF16, and this kit against plain PyTorch.
 
-    python benchmark_te.py                                # BF16, E4M3 and HYBRID at the seed guide's shape
+    python benchmark_te.py                                # BF16, E4M3 and HYBRID at 4 layers of 768, 8 x 512
     python benchmark_te.py --shape 12 768 12 32 1024      # at your layers, width, heads, batch, sequence
     python benchmark_te.py --shapes all --json results/speed.json     # the table of guide/speed.md
     python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; what each part adds; torch.compile
@@ -22,6 +22,8 @@ Suffixes of bf16 and fp8, such as fp8-current-eager (nanoGPT itself: python benc
 
     -current -block         --fp8-recipe; -mxfp8 and -nvfp4 need Blackwell
     -e4m3 -hybrid           --fp8-format, as in fp8-block-hybrid
+    -bf16_head              --no-fp8-lm-head
+    -skip_first1            --fp8-skip-first 1; -skip_last1: --fp8-skip-last 1
     -te_modules             --model optimized; -fused -te -custom -advanced: the other files
     -sdpa -te_attention     --attention
     -libraries              -te_modules and -sdpa

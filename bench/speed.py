@@ -113,7 +113,7 @@ def default_table_arms() -> list[str]:
 
 
 def run_formats(options, device, argv) -> int:
-    """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
+    """Print forward, backward, total and FP8's speed-up at one shape, by model and format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
     config = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
