@@ -8,8 +8,13 @@ cells: "{ms:.1f}" is filled from the fields of a row. A new table is a function,
 
 import json
 import statistics
+import sys
 import textwrap
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.first_commits import measured_with
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "guide" / "measured.md"
@@ -21,6 +26,8 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 
 - Each command is what was typed then. Where a script, an option or an arm of it is gone, the line above names
   a commit that has it, `results/X.py` as `bench/X.py`. Paths are shortened.
+- `measured at` names the commit of the code that was measured. Before 2026-11-27 results did not record it:
+  `or before` follows the first commit with all figures of a file (`results/first_commits.json`).
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
 - Steps that are compared took turns. Intervals in brackets are 95 % intervals.
 """
@@ -79,8 +86,9 @@ def unique(values):
 
 
 def origin_of_file(name):
-    """Return where a file comes from: machine, versions, dates, commit and at most three of its commands."""
+    """Return where a file comes from: machine, versions, commits, dates and at most three of its commands."""
     content = read(name)
+    first_commit = read("first_commits").get(name)
     rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
     facts = []
     commands = []
@@ -91,13 +99,17 @@ def origin_of_file(name):
         te = row.get("te") or row.get("transformer_engine")
         if isinstance(te, str):  # a list where two engines were compared
             facts.append(f"TE {te}")
-        if "commit" in row:
-            facts.append(f"commit {row['commit'][:7]}")
+        if commit := measured_with(row):
+            facts.append(f"measured at {commit[:7]}")
+        elif first_commit:
+            facts.append(f"measured at {first_commit} or before")
+            if "commit" in row:
+                facts.append(f"commit {row['commit'][:7]} has the script")
         facts.append(row.get("date"))
-        commands += row.get("command", "").split("; ")
+        commands += row["command"].split("; ") if "command" in row else row.get("commands", [])
     commands = unique(commands)
     gone = [word for word in GONE if word in " ".join(commands)]
-    if gone and f"commit {VERSION_0_1}" not in facts:
+    if gone and f"commit {VERSION_0_1} has the script" not in facts:
         facts.append(f"commit {VERSION_0_1} (version 0.1) has {', '.join(gone)}")
     lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
     if len(commands) > 3:
@@ -230,10 +242,12 @@ def crossover():
         ["crossover"], columns, rows)
 
 
-def version_0_2():
+def rewritten_trainer():
+    older, newer = read("trees")["trees"]
     return section(
-        "Version 0.2 over version 0.1",
-        "In FP8 with TE's attention. Each row of width 4,096 is another pair of processes.",
+        "The rewritten trainer over version 0.1",
+        f"""In FP8 with TE's attention. Version 0.1 is `{older}`; the other side is {newer}, the trainer of
+        version 0.2 before `model_te_fast.py`. Each row of width 4,096 is another pair of processes.""",
         ["trees"],
         {"shape": "{shape}", "speed": SPEED,
          "GiB reserved": "{peak_reserved_gib[1]:.1f}", "by 0.1": "{peak_reserved_gib[0]:.1f}"})
@@ -242,7 +256,7 @@ def version_0_2():
 def fast_engine():
     rows = read_rows("fast_speed")
     for row in rows:
-        row["other"] = "version 0.1 on TE, FlashAttention 4"
+        row["other"] = f"`{row['trees'][0]}` on TE, FlashAttention 4"
         row["step"] = "`model_te_fast.py`, no FlashAttention 4"
         if row["fa4"][1]:
             row["step"] = "`model_te_fast.py`, FlashAttention 4"
@@ -250,7 +264,10 @@ def fast_engine():
             row["other"] = "`model_te_optimized.py` on TE"
             row["step"] = "`model_te_optimized.py` on `fast_kernels`"
     return section(
-        "The engine without Transformer Engine", "In FP8.", ["fast_speed"],
+        "The engine without Transformer Engine",
+        """In FP8. `cd54110` is eleven commits after version 0.1: the rewritten trainer with the modules of TE
+        and, as in version 0.1, fast kernels patched into `model_te_optimized.py`.""",
+        ["fast_speed"],
         {"shape": "{shape}", "step": "{step}", "ms": "{median_ms[1]:.1f}", "beside": "{other}",
          "its ms": "{median_ms[0]:.1f}", "speed": SPEED},
         rows)
@@ -287,6 +304,66 @@ def memory():
         ["memory"],
         {"shape": "{shape}", "switch": "{switch}", "ms": "{ms:.1f}", "change": "{change:+.0%}",
          "GiB": "{peak_gib:.1f}", "GiB reserved": "{peak_reserved_gib:.1f}"},
+        rows)
+
+
+def formats():
+    formats_of = {"bf16": "BF16", "fp8-e4m3": "FP8, E4M3", "fp8": "FP8, hybrid"}
+    rows = read("formats")
+    for row in rows:
+        row["model"] = "default"
+        for model in ("fused", "custom"):
+            if row["arm"].endswith(f"-{model}"):
+                row["model"] = model
+        arm = row["arm"].removesuffix(f"-{row['model']}")
+        row["format"] = formats_of.get(arm, arm)
+        row["both_ms"] = row["forward_ms"] + row["backward_ms"]
+    for row in rows:
+        [bf16] = find(rows, model=row["model"], format="BF16")
+        row["over_bf16"] = bf16["both_ms"] / row["both_ms"]
+        row["step_over_bf16"] = bf16["ms"] / row["ms"]
+    return section(
+        "Forward and backward pass by format",
+        """4 layers of 768, 8 x 512 tokens. Both passes are launched from Python, as in a loop of your own; a
+        step is a CUDA graph. `default` is what `train.py` takes, with fast kernels; `fused` and `custom` have
+        TE's modules.""",
+        ["formats"],
+        {"model": "{model}", "precision": "{format}", "forward, ms": "{forward_ms:.2f}",
+         "backward": "{backward_ms:.2f}", "both": "{both_ms:.2f}", "× BF16": "{over_bf16:.2f}",
+         "step, ms": "{ms:.2f}", "step × BF16": "{step_over_bf16:.2f}"},
+        rows)
+
+
+def bf16():
+    return section(
+        "BF16 and FP8 beside nanoGPT and plain PyTorch",
+        """A step of `train.py`, which takes `model_te_fast.py`; with `te_modules` it takes
+        `model_te_optimized.py` on TE. Where nanoGPT took part, `both` is its config's `bias`.""",
+        ["bf16"],
+        {"shape": "{shape}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
+         "k tokens/s": "{k_tokens_per_s:.0f}",
+         "× nanoGPT": "{ratio_to_nanogpt:.2f}",
+         "interval": "{ratio_to_nanogpt_interval[0]:.2f} to {ratio_to_nanogpt_interval[1]:.2f}",
+         "× plain": "{ratio_to_plain:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}"})
+
+
+def later_commits():
+    rows = []
+    for name in ("turns", "turns_launch"):
+        older, newer = (commit[:7] for commit in read(name)["commits"])
+        for row in read_rows(name):
+            kind, _, shape = row["case"].partition(":")
+            rows.append(row | {"older": older, "newer": newer, "shape": shape,
+                               "step": row["function"] if kind == "loops" else kind})
+    return section(
+        "A later commit over an earlier one",
+        """In FP8. `readme`, `example` and `fast` are loops of README at GPT-2 124M, 32 x 1,024; ddp and fsdp
+        are of two GPUs. A speed is the median over turns, in brackets their range: loops that Python launches
+        scatter.""",
+        ["turns", "turns_launch"],
+        {"step": "{step}", "shape": "{shape}", "earlier": "`{older}`", "later": "`{newer}`",
+         "ms": "{median_ms[1]:.1f}", "ms, earlier": "{median_ms[0]:.1f}",
+         "speed": "{ratio:.3f} ({ratio_range[0]:.3f} to {ratio_range[1]:.3f})"},
         rows)
 
 
@@ -340,16 +417,17 @@ def several_gpus():
                 row["precision"] = "BF16" if row["recipe"] == "none" else "FP8"
                 row["k_per_gpu"] = row["tokens_per_s_per_gpu"] / 1e3
                 row["over_one"] = row["gpus"] * row["efficiency"]
+                # rows of these versions do not say it
+                row.setdefault("fa4", version == "0.1" and row["parallel"] != "nanogpt")
                 rows.append(row)
     return section(
         "Two GPUs over one",
         """One machine, without NVLink multicast. `ddp-all_reduce` reduces by NCCL, `nanogpt` is nanoGPT
-        under DDP. Version 0.1 ran with FlashAttention 4, version 0.2 without; its fsdp on H200s reduced in
-        float32.""",
+        under DDP. Version 0.2's fsdp on H200s reduced in float32.""",
         list(versions),
         {"layout": "{parallel}", "version": "{version}", "GPUs": "{gpu}",
          "tokens per micro-batch": "{shape}",
-         "precision": "{precision}", "k tokens/s per GPU": "{k_per_gpu:.0f}",
+         "precision": "{precision}", "FlashAttention 4": "{fa4}", "k tokens/s per GPU": "{k_per_gpu:.0f}",
          "of one GPU alone": "{efficiency:.2f}", "both over one": "{over_one:.2f}",
          "GiB": "{peak_gib:.1f}"},
         rows)
@@ -530,7 +608,8 @@ def single_figures():
 
 
 SECTIONS = [
-    speed, parts, nanogpt, loops, crossover, version_0_2, fast_engine, attention, memory, edits,
+    speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
+    attention, memory, edits,
     compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]

@@ -1,5 +1,6 @@
 """benchmark_te.py and benchmark_attention.py: the baseline is the same network, errors are those against
 float64. Mistakes of all benchmarks are here."""
+import dataclasses
 import importlib
 import json
 import resource
@@ -15,9 +16,11 @@ import torch
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, minimal, pictures, plain_gpt, report, step, turns
+from bench import attention, first_commits, minimal, pictures, plain_gpt, report, step, turns
 from bench.attention import Shape
+from bench.step import arm_config
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote.config import TrainConfig
 from trainer_tools import ROOT, randomize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
@@ -86,10 +89,26 @@ def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
     assert "fp8-recipe nvfp4" in again["fp8-nvfp4"]["error"]
 
 
+@pytest.mark.parametrize("arm, options", [
+    ("fp8-bf16_head", {"fp8_lm_head": False}),
+    ("fp8-skip_first1-skip_last2", {"fp8_skip_first": 1, "fp8_skip_last": 2}),
+    ("fp8-loss4-bf16_head-te", {"loss_chunks": 4, "fp8_lm_head": False, "model": "te"})])
+def test_an_arm_stands_for_options_of_train_py(arm, options):
+    changed = dataclasses.replace(TrainConfig(), fp8_recipe="delayed", **options)
+    assert arm_config(arm, TrainConfig()) == changed
+
+
+IDENTITY = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+
+
+def commit(folder, *paths):
+    for arguments in (["add", *paths], ["commit", "-m", "a change"]):
+        subprocess.run(["git", *IDENTITY, *arguments], cwd=folder, check=True, capture_output=True)
+
+
 def test_a_row_has_the_commit_that_measured_it(tmp_path, monkeypatch):
     def run_git(*arguments):
-        identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        command = ["git", "-C", str(tmp_path), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def commit_of_a_row():
@@ -104,14 +123,31 @@ def test_a_row_has_the_commit_that_measured_it(tmp_path, monkeypatch):
     assert commit_of_a_row() is None, "a copy without its history"
     (tmp_path / "train.py").write_text("x = 1")
     run_git("init")
-    run_git("add", "train.py")
-    run_git("commit", "-m", "first")
+    commit(tmp_path, "train.py")
     (tmp_path / "untracked.py").write_text("x = 1")
     assert commit_of_a_row() == run_git("rev-parse", "HEAD")
     (tmp_path / "train.py").write_text("x = 2")
     assert commit_of_a_row() == run_git("rev-parse", "HEAD") + "-dirty"
     monkeypatch.setenv("NANOTE_COMMIT", "34a3220")
     assert commit_of_a_row() == "34a3220"
+
+
+def test_the_first_commit_with_all_figures_is_found(tmp_path, monkeypatch):
+    """Under whatever name the file had then; none for rows that say with which commit they were measured."""
+    rows = [{"ms": 1.5, "date": "2026-11-21", "commit": "c0"}, {"ms": 2.5, "date": "2026-11-21"},
+            {"ms": 9.5, "date": "2026-11-28", "commit": "c9"}]
+    monkeypatch.setattr(first_commits, "ROOT", tmp_path)
+    first_commits.git("init")
+    path, older = tmp_path / "speed.json", tmp_path / "old.json"
+    for content in (rows[:1], rows[:2], rows):
+        older.write_text(json.dumps(content, indent=1))
+        commit(tmp_path, older)
+    wanted = first_commits.git("log", "-1", "--skip=1", "--format=%h").strip()
+    first_commits.git("mv", "old.json", "speed.json")
+    commit(tmp_path, path)
+    assert first_commits.first_commit(path) == wanted
+    path.write_text(json.dumps(rows[2:]))
+    assert first_commits.first_commit(path) is None
 
 
 def test_a_recorded_command_has_no_path_of_the_machine():

@@ -35,6 +35,12 @@ def test_no_column_of_measured_md_is_empty():
             assert any(row[number].strip() for row in rows), title
 
 
+def test_each_file_of_measured_md_says_at_which_commit_it_was_measured():
+    origins = re.findall(r"(?m)^# \w+\.json: .*", measured.PAGE.read_text())
+    assert len(origins) > 20
+    assert [line for line in origins if "measured at " not in line] == []
+
+
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 FIGURE = re.compile(rf"({NUMBER}) ?(?:%(?! interval)|×|ms\b|GiB\b|k tokens)")
 DECIMAL = re.compile(r"(?<!PyTorch )(?<!Python )(?<!TE )(\d[\d,]*\.\d+)")  # not a version
