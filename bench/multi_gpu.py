@@ -11,7 +11,8 @@ the same micro-batch; both steps take turns, and a figure is the median of their
            model. Pass --nanogpt with a checkout, of which model.py alone is read
 
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
-gradient norm that this GPU has alone.
+gradient norm that this GPU has alone. Field `fa4` of a row says whether attention ran in FlashAttention 4,
+which is taken where it is installed; nanoGPT has PyTorch's kernel.
 """
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from bench import measure, nanogpt, report, step
+from fast_kernels.attention import fa4_forward
 from nanote import parallel
 from nanote.command import parse, require_at_least, run_command
 
@@ -169,12 +171,12 @@ def main(argv=None) -> None:
         "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
     for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes):
         changes = dict(fp8_recipe=recipe, grad_accum=options.accum, parallel=layout)
-        row = common | {"parallel": layout, "shape": shape, "recipe": recipe}
+        row = common | {"parallel": layout, "shape": shape, "recipe": recipe, "fa4": fa4_forward is not None}
         if layout == "nanogpt":
             if recipe != options.recipes[0]:
                 continue  # it has one precision
             changes |= dict(fp8_recipe="none", parallel="ddp")
-            row |= {"recipe": "none", "model_py_sha256": nanogpt.checksum(options.nanogpt)}
+            row |= {"recipe": "none", "fa4": False, "model_py_sha256": nanogpt.checksum(options.nanogpt)}
         config = dataclasses.replace(step.make_config(SHAPES[shape], device), **changes)
         row |= measure_row(layout, config, options, device)
         if ranks.rank == 0:
