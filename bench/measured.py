@@ -59,6 +59,11 @@ def read_rows(name):
     return content if isinstance(content, list) else content["rows"]
 
 
+def card_of(gpu):
+    """Return "H100" of "NVIDIA H100 80GB HBM3"."""
+    return gpu.removeprefix("NVIDIA ").split()[0].rstrip(",")
+
+
 def find(rows, **values):
     """Return the rows whose fields have these values."""
     return [row for row in rows if all(row.get(field) == value for field, value in values.items())]
@@ -89,7 +94,7 @@ def origin_of_file(name):
     """Return where a file comes from: machine, versions, commits, dates and at most three of its commands."""
     content = read(name)
     first_commit = read("first_commits").get(name)
-    rows = content if isinstance(content, list) else [content, *content.get("rows", [])]
+    rows = content if isinstance(content, list) else [content, *content.get("rows", []), *content.get("runs", [])]
     facts = []
     commands = []
     for row in rows:
@@ -130,6 +135,8 @@ def section(heading, text, files, columns, rows=None):
         rows = read_rows(name)
     for row in rows:
         row["shape"] = SHAPES.get(row.get("shape"), row.get("shape"))
+        if row.get("gpu"):
+            row["card"] = card_of(row["gpu"])
         if row.get("tokens_per_s"):
             row["k_tokens_per_s"] = row["tokens_per_s"] / 1e3
     lines = [f"## {heading}", "", textwrap.fill(" ".join(text.split()), 108), ""]
@@ -213,14 +220,20 @@ def nanogpt():
 
 
 def loops():
+    files = ["minimal", "minimal_busy", "minimal_h200"]
     return section(
         "The loops of README",
         """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
         both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs: the host
-        limits their speed, so they vary from machine to machine.""",
-        ["minimal"],
-        {"loop": "{loop}", "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
-         "k tokens/s": "{k_tokens_per_s:.0f}"})
+        limits their speed, so they vary from machine to machine. Busy: all other cores of the machine
+        compute meanwhile.""",
+        files,
+        {"loop": "{loop}", "GPU": "{card}", "busy cores": "{busy_cores}",
+         "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
+         "k tokens/s": "{k_tokens_per_s:.0f}",
+         "× nanoGPT in BF16": "{ratio_to_nanogpt_bf16:.2f} ({ratio_to_nanogpt_bf16_interval[0]:.2f} to "
+                              "{ratio_to_nanogpt_bf16_interval[1]:.2f})"},
+        [row for name in files for row in read(name)])
 
 
 def crossover():
@@ -335,36 +348,62 @@ def formats():
 
 
 def bf16():
+    files = ["bf16", "bf16_h200"]
     return section(
         "BF16 and FP8 beside nanoGPT and plain PyTorch",
         """A step of `train.py`, which takes `model_te_fast.py`; with `te_modules` it takes
         `model_te_optimized.py` on TE. Where nanoGPT took part, `both` is its config's `bias`.""",
-        ["bf16"],
-        {"shape": "{shape}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
+        files,
+        {"shape": "{shape}", "GPU": "{card}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
          "k tokens/s": "{k_tokens_per_s:.0f}",
          "× nanoGPT": "{ratio_to_nanogpt:.2f}",
          "interval": "{ratio_to_nanogpt_interval[0]:.2f} to {ratio_to_nanogpt_interval[1]:.2f}",
-         "× plain": "{ratio_to_plain:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}"})
+         "× plain": "{ratio_to_plain:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}"},
+        [row for name in files for row in read(name)])
 
 
 def later_commits():
+    files = ["turns", "turns_launch", "turns_h100"]
     rows = []
-    for name in ("turns", "turns_launch"):
+    for name in files:
+        card = card_of(read(name)["machine"])
         older, newer = (commit[:7] for commit in read(name)["commits"])
         for row in read_rows(name):
             kind, _, shape = row["case"].partition(":")
-            rows.append(row | {"older": older, "newer": newer, "shape": shape,
+            rows.append(row | {"older": older, "newer": newer, "shape": shape, "card": card,
                                "step": row["function"] if kind == "loops" else kind})
     return section(
         "A later commit over an earlier one",
         """In FP8. `readme`, `example` and `fast` are loops of README at GPT-2 124M, 32 x 1,024; ddp and fsdp
         are of two GPUs. A speed is the median over turns, in brackets their range: loops that Python launches
         scatter.""",
-        ["turns", "turns_launch"],
-        {"step": "{step}", "shape": "{shape}", "earlier": "`{older}`", "later": "`{newer}`",
+        files,
+        {"step": "{step}", "shape": "{shape}", "GPU": "{card}", "earlier": "`{older}`", "later": "`{newer}`",
          "ms": "{median_ms[1]:.1f}", "ms, earlier": "{median_ms[0]:.1f}",
          "speed": "{ratio:.3f} ({ratio_range[0]:.3f} to {ratio_range[1]:.3f})"},
         rows)
+
+
+def windows():
+    content = read("paired")
+    rows = content["pairs"]
+    machines = {run["machine"] for run in content["runs"]}
+    for row in rows:
+        row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
+    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}. FP8 in a part of the run alone,
+        BF16 in the rest; all runs of a seed share the weights at its begin. In nats, with 95 % intervals over
+        the seeds; a training loss is the mean over the last tenth of the steps."""
+    return section(
+        "FP8 in a part of a run",
+        text, ["paired"],
+        {"FP8 in": "{window}", "seeds": "{seeds}",
+         "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
+                                       "{training_interval[1]:+.4f})",
+         "in %": "{training_percent:+.2f}",
+         "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
+                            "{validation_interval[1]:+.4f})",
+         "evaluated in BF16": "{validation_without_fp8:+.4f}", "speed over BF16": "{speed:.2f}"},
+        sorted(rows, key=lambda row: row["start"]))
 
 
 def edits():
@@ -402,7 +441,7 @@ def compile_modes():
         ["compile"],
         {"engine": "{engine}", "recipe": "{recipe}", "mode": "{mode}",
          "k tokens/s": "{k_tokens_per_s:.0f}",
-         "graph breaks": "{graph_breaks}", "compiling, s": "{compile_s:.0f}", "GPU": "{gpu}"},
+         "graph breaks": "{graph_breaks}", "compiling, s": "{compile_s:.0f}", "GPU": "{card}"},
         rows)
 
 
@@ -609,7 +648,7 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits,
+    attention, memory, edits, windows,
     compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]
