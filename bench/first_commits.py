@@ -24,7 +24,7 @@ def git(*arguments) -> str:
 
 def measured_with(row) -> str | None:
     """Return the commit that a row was measured with, None if the row does not say it."""
-    return row.get("commit") if row.get("date", "") >= RECORDED_SINCE else None
+    return row.get("commit") if (row.get("date") or "") >= RECORDED_SINCE else None
 
 
 def numbers_in(content) -> set:

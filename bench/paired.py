@@ -48,6 +48,7 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import datetime
 import hashlib
 import json
 import math
@@ -293,6 +294,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, lim
             "model_config": asdict(model.config),
             "machine": machine,
             "commit": commit(),
+            "date": datetime.date.today().isoformat(),
         }
         validation_file(part).unlink(missing_ok=True)  # of a checkpoint that was removed
         with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
@@ -503,7 +505,7 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
         "losses": [round(loss, 6) for loss in losses], "skipped_steps": skipped_steps,
         "val_loss": last["val_loss"], "val_loss_without_fp8": last.get("val_loss_without_fp8"),
-        "machine": window["machine"], "commit": last["commit"]}
+        "machine": window["machine"], "commit": last["commit"], "date": last.get("date")}
 
 
 def summarize(runs: list[dict]) -> list[dict]:
