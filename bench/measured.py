@@ -94,7 +94,9 @@ def origin_of_file(name):
     """Return where a file comes from: machine, versions, commits, dates and at most three of its commands."""
     content = read(name)
     first_commit = read("first_commits").get(name)
-    rows = content if isinstance(content, list) else [content, *content.get("rows", []), *content.get("runs", [])]
+    rows = content
+    if isinstance(content, dict):
+        rows = [content, *content.get("rows", []), *content.get("runs", [])]
     facts = []
     commands = []
     for row in rows:
