@@ -102,6 +102,8 @@ def start_from_weights(config, model, optimizer, stored: StoredWeights, source_c
                   if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
         names = frozen & (found.keys() if in_base is None else in_base)
         model.base_of_adapters = adapters.Base(base, checksum, frozenset(names))
+        if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
+            print(f"  the adapters need {base}: keep it, a run that goes on there removes it")
     return found.keys() == weights.keys()
 
 
