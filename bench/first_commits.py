@@ -47,7 +47,9 @@ def versions_of(path):
 def first_commit(path) -> str | None:
     """Return the first commit with all figures whose own commit is not known, None if it is known of all."""
     content = json.loads(path.read_text())
-    rows = content if isinstance(content, list) else [content]
+    rows = content
+    if isinstance(content, dict):
+        rows = content.get("runs", [content])  # bench/paired.py's runs, from which its other figures follow
     figures = numbers_in([row for row in rows if not measured_with(row)])
     if not figures:
         return None

@@ -392,9 +392,10 @@ def windows():
     machines = {run["machine"] for run in content["runs"]}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
-    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}. FP8 in a part of the run alone,
-        BF16 in the rest; all runs of a seed share the weights at its begin. In nats, with 95 % intervals over
-        the seeds; a training loss is the mean over the last tenth of the steps."""
+    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}. FP8 in one part of the run,
+        after BF16; both runs of a pair begin it with the same weights and moments and stop at its end, where
+        the losses are compared. In nats, with 95 % intervals over the seeds. A training loss is the mean over
+        as many steps as the last tenth of the run has."""
     return section(
         "FP8 in a part of a run",
         text, ["paired"],
@@ -404,7 +405,7 @@ def windows():
          "in %": "{training_percent:+.2f}",
          "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
                             "{validation_interval[1]:+.4f})",
-         "evaluated in BF16": "{validation_without_fp8:+.4f}", "speed over BF16": "{speed:.2f}"},
+         "evaluated in BF16": "{validation_without_fp8:+.4f}"},
         sorted(rows, key=lambda row: row["start"]))
 
 

@@ -102,6 +102,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
 
     All but the scales must start at a multiple of 16 bytes. Returns (M, N), `out` if given.
     """
+    _check_out("gemm", out, accumulate)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.device)
     _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
@@ -181,6 +182,11 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
+def _check_out(name, out, accumulate):
+    if accumulate and out is None:
+        raise ValueError(f"fast_kernels.{name}: accumulate=True adds to `out`; pass out=…")
+
+
 def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
     """Compute a @ bᵀ + bias in BF16. The GEMMs of a linear layer are
 
@@ -198,6 +204,7 @@ def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
     PyTorch computes what cuBLASLt cannot: M, N or K that is not a multiple of 8, an address that is not a
     multiple of 16 bytes, other dtypes and strides. Not differentiable. Returns (M, N), `out` if given.
     """
+    _check_out("gemm_bf16", out, accumulate)
     result = _run_cublaslt_in_bf16(a, b, bias, out, accumulate)
     if result is None:
         result = _run_torch_in_bf16(a, b, bias, out, accumulate)
@@ -470,7 +477,7 @@ def _make_descriptor(operands, is_fast):
 
 def _is_mostly_nonzero(x):
     """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
-    stride = max(1, x.numel() // 2**16)
+    stride = max(1, x.numel() // 2**16) | 1  # odd: an even one may visit a few columns only
     sample = _memory(x).flatten()[::stride]
     nonzeros = sample.float().count_nonzero().item()  # FP8 has no count_nonzero
     return 2 * nonzeros >= sample.numel()

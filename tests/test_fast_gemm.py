@@ -396,6 +396,15 @@ def test_bf16_in_a_cuda_graph(tuned):
     check_bf16(out, a, b)
 
 
+def test_a_result_is_added_to_a_given_tensor_only():
+    operands, _ = make(32, 32, 32)
+    x = torch.ones(32, 32, device=DEVICE, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="pass out="):
+        fast_gemm.gemm(*operands, accumulate=True)
+    with pytest.raises(ValueError, match="pass out="):
+        fast_gemm.gemm_bf16(x, x, accumulate=True)
+
+
 @pytest.mark.parametrize("reason", [
     "no library", on_gpu("no algorithm"), on_gpu("none runs"), on_gpu("deterministic")])
 @pytest.mark.parametrize("layout", LAYOUTS)
