@@ -42,8 +42,6 @@ import torch
 
 from bench import measure, nanogpt
 from bench.report import Rows
-from fast_kernels.adam import FastAdam
-from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.command import parse, require_at_least, run_command
 from nanote.config import TrainConfig
@@ -94,6 +92,8 @@ def readme_loop(options, device):
 
 def fast_loop(options, device):
     """Return what `readme_loop` returns, for README's second loop."""
+    from fast_kernels.adam import FastAdam  # these need Triton
+    from model_te_fast import FastConfig, FastGPT2Model
     config = FastConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True)
     model = FastGPT2Model(config).to(device, torch.bfloat16)
     optimizer = FastAdam(model.parameters(), lr=LR)

@@ -11,8 +11,8 @@ the same micro-batch; both steps take turns, and a figure is the median of their
            model. Pass --nanogpt with a checkout, of which model.py alone is read
 
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
-gradient norm that this GPU has alone. Field `fa4` of a row says whether attention ran in FlashAttention 4,
-which is taken where it is installed; nanoGPT has PyTorch's kernel.
+gradient norm that this GPU has alone. Field `fa4` of a row says whether attention ran in FlashAttention 4:
+where it is installed; nanoGPT has PyTorch's kernel.
 """
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from bench import measure, nanogpt, report, step
-from fast_kernels.attention import fa4_forward
+from model_te_optimized import flash_version
 from nanote import parallel
 from nanote.command import parse, require_at_least, run_command
 
@@ -171,7 +171,7 @@ def main(argv=None) -> None:
         "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
     for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes):
         changes = dict(fp8_recipe=recipe, grad_accum=options.accum, parallel=layout)
-        row = common | {"parallel": layout, "shape": shape, "recipe": recipe, "fa4": fa4_forward is not None}
+        row = common | {"parallel": layout, "shape": shape, "recipe": recipe, "fa4": flash_version == 4}
         if layout == "nanogpt":
             if recipe != options.recipes[0]:
                 continue  # it has one precision
