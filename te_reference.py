@@ -1566,6 +1566,7 @@ def _fp8_parameter_value(parameter, master):
 
 # ---------------------------------------------------------------- frozen weights in FP8 (not in TE)
 
+# a copy: fast_kernels.frozen.tensors_written_by
 def _tensors_written_by(function, args, kwargs):
     """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
     written = []
@@ -1580,7 +1581,8 @@ class FrozenWeight(torch.Tensor):
     """A weight (out, in) that is not trained, in E4M3: one byte a value. To operations it is a tensor of its
     `dtype`, which they dequantize. `copy_` quantizes new values.
 
-    Its scale is E4M3's largest value over the weight's own amax, whatever the recipe's margin."""
+    Its scale is E4M3's largest value over the weight's own amax. The recipe's margin has no effect here: it
+    leaves room for values that grow, and these do not."""
 
     is_frozen_in_fp8 = True
 
@@ -1621,7 +1623,7 @@ class FrozenWeight(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad=True):
-        if requires_grad:
+        if requires_grad:  # the same message: model_te_optimized.refuse_to_train, fast_kernels.frozen
             raise ValueError(f"requires_grad_: a weight {tuple(self.shape)} is frozen in FP8, without the "
                              "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
         return self
@@ -1639,7 +1641,7 @@ class FrozenWeight(torch.Tensor):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             weight, = args
             return cls(weight.rowwise, weight.scale, weight.dtype)
-        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
         if any(isinstance(tensor, cls) for tensor in _tensors_written_by(function, args, kwargs or {})):
             raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
@@ -1684,6 +1686,7 @@ def _make_frozen_weight(weight):
     return frozen
 
 
+# copies, each for the modules of its engine: model_te_optimized.py, fast_kernels/modules.py
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
     FP8 values stay. A weight that is frozen already does not change.

@@ -25,8 +25,8 @@ from fast_kernels.library import ceil_div
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
-# Tables of a group's rows, ready for captures. A captured step takes two, since gradient_norm and step call
-# `prepare`. It makes new ones outside a capture only; a capture that finds none raises RuntimeError.
+# Tables per parameter group that are ready for captures. A captured step takes 2: gradient_norm and step call
+# `prepare`, which refills them outside captures. A capture raises RuntimeError if none is left.
 SPARES = 4
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -222,17 +222,18 @@ def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr
 @dataclass
 class _KernelArguments:
     """Arguments of the kernels for one parameter group. A replay of a CUDA graph reads the memory of these
-    tensors, so they are updated in place, and a launch is the same whichever parameters have gradients."""
+    tensors. All but `pointers` are updated in place; a captured step gets a table of its own. A launch is the
+    same whichever parameters have gradients."""
 
-    pointers: torch.Tensor  # what the kernels read next: `table`, or while capturing the graph's own
+    pointers: torch.Tensor  # what the next launch reads: `table`, or while capturing the graph's own table
     table: torch.Tensor  # (parameters, ROW_SIZE) int64; a row of zeros skips a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
     addresses: list | None = None  # of the tensors for which `table` was written
-    gradients: list = field(default_factory=list)  # weak references to those among them
+    gradients: list = field(default_factory=list)  # weak references to the last step's; None without one
     spares: list = field(default_factory=list)  # (rows in pinned memory, table) pairs for captures
-    # The pairs that graphs have taken. Kept for good: nothing tells the optimizer that a graph is gone.
+    # The pairs that graphs have taken. Never freed: nothing tells the optimizer that a graph is gone.
     captured: list = field(default_factory=list)
     host_hyperparameters: list | None = None  # the same numbers on the host
 
@@ -256,8 +257,9 @@ def _check_betas(betas, moment_dtype):
 
 
 def _refers_to(reference, gradient):
-    """Return whether a weak reference, or None, is to this gradient, or None."""
-    return gradient is (reference if reference is None else reference())
+    """Return whether `gradient` is the tensor of a weak reference. Both are None without a gradient."""
+    referent = None if reference is None else reference()
+    return gradient is referent
 
 
 class FastAdam(torch.optim.Optimizer):
@@ -265,9 +267,8 @@ class FastAdam(torch.optim.Optimizer):
     same type, or are all float32.
 
     With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. Each step calls it, too.
-    Gradients are either tensors that are there before the capture, and the graph reads those of the last
-    `prepare`; or the graph makes them, and zero_grad() in it frees them. Call `write_hyperparameters` before
-    a replay if one has changed.
+    Gradients either exist before the capture (a replay reads those of the last `prepare`) or are made in the
+    graph and freed there by zero_grad(). Call `write_hyperparameters` before a replay if one has changed.
 
     moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
     store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
@@ -405,23 +406,23 @@ class FastAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
                     addresses.append(0 if tensor is None else tensor.data_ptr())
-            found = [parameter.grad for parameter in group["params"]]
-            is_same = addresses == arguments.addresses
+            gradients = [parameter.grad for parameter in group["params"]]
+            has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
-                # Gradients that the graph makes may lie where those of the last step were
-                is_same = is_same and all(map(_refers_to, arguments.gradients, found))
+                # Gradients that the graph makes may have the addresses of those of the last step
+                has_same_tensors = has_same_tensors and all(map(_refers_to, arguments.gradients, gradients))
             else:
                 arguments.gradients = [gradient if gradient is None else weakref.ref(gradient)
-                                       for gradient in found]
+                                       for gradient in gradients]
                 self._add_spares(arguments)
             arguments.pointers = arguments.table
-            if not is_same:
+            if not has_same_tensors:
                 rows = [self._pointer_row(parameter, arguments.lr.device) for parameter in group["params"]]
                 self._write_pointers(arguments, torch.tensor(rows, dtype=torch.int64), addresses)
 
     def _write_pointers(self, arguments, rows, addresses):
-        """Write rows to `table`. While capturing, let each replay write them to a table of the graph's own:
-        steps from Python and other graphs write to `table`."""
+        """Write rows to `table`. While capturing, let each replay write them to a table of the graph's own,
+        and `pointers` be that table: steps from Python and other graphs write to `table`."""
         rows = rows.view(-1, ROW_SIZE.value)
         if self._is_capturing():
             if not arguments.spares:

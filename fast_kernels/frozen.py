@@ -1,8 +1,8 @@
 """Weights that are not trained and stay in FP8 alone: `FrozenWeight`, which `modules.freeze_in_fp8` makes.
 
-Its scale is E4M3's largest value over the weight's own amax. With a margin of 0, delayed scaling of a BF16
-weight that does not change has the same scale after its first step, so a GEMM reads the same bytes. A margin
-leaves room for values that grow, which these do not: here the recipe's has no effect.
+Its scale is E4M3's largest value over the weight's own amax. Delayed scaling with a margin of 0 has the same
+scale after its first step, if the BF16 weight does not change; so a GEMM reads the same bytes. The recipe's
+margin has no effect here: it leaves room for values that grow, and these do not.
 """
 
 import torch
@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from fast_kernels import casts
 from fast_kernels.fp8 import KEPT, Float8Tensor, FP8Data, Quantization
 
-DTYPE = torch.float8_e4m3fn  # of weights in every recipe
+FP8 = torch.float8_e4m3fn  # dtype of weights in every recipe
 
 
+# a copy: te_reference._tensors_written_by
 def tensors_written_by(function, args, kwargs):
     """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
     written = []
@@ -61,7 +62,7 @@ class FrozenWeight(Float8Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad=True):
-        if requires_grad:
+        if requires_grad:  # the same message: model_te_optimized.refuse_to_train, te_reference.FrozenWeight
             raise ValueError(f"requires_grad_: a weight {tuple(self.shape)} is frozen in FP8, without the "
                              "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
         return self
@@ -84,7 +85,7 @@ class FrozenWeight(Float8Tensor):
         if function in KEPT:
             weight, = args
             return cls(weight.fp8_data(), weight.scale, weight.dtype)
-        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # of PyTorch's DDP
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
         if any(isinstance(tensor, cls) for tensor in tensors_written_by(function, args, kwargs or {})):
             raise ValueError(f"{function}: a weight is frozen in FP8; only copy_ changes it")
@@ -121,16 +122,16 @@ def as_parameter(data, scale, dtype):
 
 def _unpickle(rowwise, columnwise, scale_inv, scale, dtype):
     if columnwise is not None:
-        columnwise = columnwise.view(DTYPE)
-    return as_parameter(FP8Data(rowwise.view(DTYPE), columnwise, scale_inv), scale, dtype)
+        columnwise = columnwise.view(FP8)
+    return as_parameter(FP8Data(rowwise.view(FP8), columnwise, scale_inv), scale, dtype)
 
 
 @torch.no_grad()
 def make_frozen_weight(weight, keeps_transpose):
     """Return a weight (out, in) as a frozen parameter. keeps_transpose: see `modules.freeze_in_fp8`."""
     rows, columns = weight.shape
-    rowwise = torch.empty((rows, columns), dtype=DTYPE, device=weight.device)
-    columnwise = torch.empty((columns, rows), dtype=DTYPE, device=weight.device) if keeps_transpose else None
+    rowwise = torch.empty((rows, columns), dtype=FP8, device=weight.device)
+    columnwise = torch.empty((columns, rows), dtype=FP8, device=weight.device) if keeps_transpose else None
     scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
     scale = torch.empty_like(scale_inv)
     frozen = as_parameter(FP8Data(rowwise, columnwise, scale_inv), scale, weight.dtype)
@@ -143,7 +144,7 @@ def scale_of(weight):
     lowest, highest = torch.aminmax(weight)
     amax = torch.maximum(-lowest, highest).float().view(1)
     # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
-    scale = torch.full_like(amax, torch.finfo(DTYPE).max) / amax
+    scale = torch.full_like(amax, torch.finfo(FP8).max) / amax
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
@@ -156,7 +157,7 @@ def quantize(weight, scale, out: FP8Data):
         casts.cast_all(
             [weight.to(torch.bfloat16)], [out.rowwise], columnwise, [out.scale_inv], [scale], [amax])
         return
-    quantized = casts.quantize_reference(weight, Quantization(scale, amax, DTYPE))
+    quantized = casts.quantize_reference(weight, Quantization(scale, amax, FP8))
     for target, values in zip(out, quantized):
         if target is not None:
             target.copy_(values)

@@ -112,7 +112,7 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
             `scale`, a number. In FP8 the rank is a multiple of 16 up to 256.
 
     Raises:
-        TypeError: no Stream.
+        TypeError: `stream` is not a Stream.
         ValueError: in FP8, an adapter of another shape or dtype.
     """
     _check_stream("norm_linear", stream)
@@ -137,41 +137,41 @@ def _check_stream(name, stream):
 
 def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gradient=None):
     """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
-    adapter = _adapter_arguments(adapter)
+    adapter_arguments = _adapter_arguments(adapter)
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
     inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
-    layer = module.begin_pass(0, (*inputs, adapter.a, adapter.b), is_first_microbatch)
+    layer = module.begin_pass(0, (*inputs, adapter_arguments.a, adapter_arguments.b), is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
-        y = _unquantized_linear(normed, layer.weight, bias, adapter)
+        y = _unquantized_linear(normed, layer.weight, bias, adapter_arguments)
     else:
         residual, y = _NormLinear.apply(
             *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient,
-            *adapter)
+            *adapter_arguments)
     return Stream(residual), y, layer
 
 
 def linear(x, module, is_first_microbatch=None, adds_bias=False, adapter=None) -> Branch:
     """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`. adapter:
     see `norm_linear`."""
-    adapter = _adapter_arguments(adapter)
-    layer = module.begin_pass(0, (x, adapter.a, adapter.b), is_first_microbatch)
-    return _linear(Branch(x), layer, None, adds_bias, adapter)
+    adapter_arguments = _adapter_arguments(adapter)
+    layer = module.begin_pass(0, (x, adapter_arguments.a, adapter_arguments.b), is_first_microbatch)
+    return _linear(Branch(x), layer, None, adds_bias, adapter_arguments)
 
 
 def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False,
                       adapter=None) -> Branch:
     """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP. adapter: see `norm_linear`."""
-    adapter = _adapter_arguments(adapter)
-    inputs = (hidden.output, hidden.bias, adapter.a, adapter.b)
+    adapter_arguments = _adapter_arguments(adapter)
+    inputs = (hidden.output, hidden.bias, adapter_arguments.a, adapter_arguments.b)
     layer = module.begin_pass(1, inputs, is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
-        return _linear(Branch(activated), layer, None, adds_bias, adapter)
-    return _linear(hidden, layer, module.activation, adds_bias, adapter)
+        return _linear(Branch(activated), layer, None, adds_bias, adapter_arguments)
+    return _linear(hidden, layer, module.activation, adds_bias, adapter_arguments)
 
 
 def _linear(branch: Branch, layer, activation, adds_bias, adapter):
@@ -268,19 +268,24 @@ class SavedOperands(NamedTuple):
 
 
 def _forward_gemm_with_adapter(x, weight, bias, adapter):
-    """Return x @ weightᵀ + bias, with an adapter's part if there is one, and the tensors that
-    `_saved_operands` reads. adapter: AdapterArguments."""
+    """Return x @ weightᵀ + bias, with an adapter's part if there is one, and the tensors to save for the
+    backward pass. adapter: AdapterArguments."""
     added_to = low = None
     if adapter.a is not None:
         _check_adapter(adapter, in_features=x.rowwise.shape[1], out_features=weight.rowwise.shape[0])
         low = narrow_gemm(x.rowwise, x.scale_inv, adapter.a, adapter.scale)
         added_to = low @ adapter.b.T
     y = forward_gemm(x, weight, bias, added_to)
-    return y, (low, adapter.a, adapter.b, x.columnwise, x.scale_inv, *weight.for_backward())
+    return y, _tensors_to_save(x, weight, adapter, low)
+
+
+def _tensors_to_save(x, weight, adapter, low):
+    """Return the tensors of SavedOperands. adapter: AdapterArguments. low: None without an adapter."""
+    return low, adapter.a, adapter.b, x.columnwise, x.scale_inv, *weight.for_backward()
 
 
 def _saved_operands(tensors, adapter_scale) -> SavedOperands:
-    """Return what `_forward_gemm_with_adapter` has saved."""
+    """Return SavedOperands of the result of `_tensors_to_save`."""
     low, a, b, x_columnwise, x_scale_inv, *weight = tensors
     adapter = None if a is None else SavedAdapter(low, a, b, adapter_scale)
     return SavedOperands(FP8Data(None, x_columnwise, x_scale_inv), FP8Data(*weight), adapter)
@@ -297,14 +302,15 @@ def _check_adapter(adapter, in_features, out_features):
                              "torch.bfloat16")
 
 
-# Whether a linear layer's input, its parameters and its adapter need a gradient; or these gradients
+# The gradients of a linear layer's input, its parameters and its adapter, and which of them are needed
 LinearGradients = input_names("LinearGradients", "x weight bias a b")
+NeededGradients = input_names("NeededGradients", "x weight bias a b")
 
 
-def _backward_gemms(layer, dy, saved: SavedOperands, needs) -> LinearGradients:
+def _backward_gemms(layer, dy, saved: SavedOperands, needs: NeededGradients) -> LinearGradients:
     """Return the gradients of a linear layer; None for each that is not needed.
 
-    dy: (N, out), BF16 or a Float8Tensor. needs: which are needed, a LinearGradients."""
+    dy: (N, out), BF16 or a Float8Tensor."""
     dx = dweight = dbias = da = db = None
     if isinstance(dy, Float8Tensor):
         fp8_dy = dy
@@ -314,16 +320,21 @@ def _backward_gemms(layer, dy, saved: SavedOperands, needs) -> LinearGradients:
         fp8_dy, dbias = casts.cast(dy.contiguous(), layer.gradient_quantization, with_dbias=needs.bias)
     if saved.adapter is not None:
         low, a, b, scale = saved.adapter
+        # dlow = scale · dy @ b, (N, rank): the gradient of x @ aᵀ
         dlow = narrow_gemm(fp8_dy.rowwise, fp8_dy.scale_inv, b.T, scale)
         if needs.a:
+            # da = (xᵀ @ dlow)ᵀ
             da = narrow_gemm(saved.x.columnwise, saved.x.scale_inv, dlow.T, transposes=True)
         if needs.b:
+            # db = dyᵀ @ low
             db = narrow_gemm(fp8_dy.columnwise, fp8_dy.scale_inv, low.T)
         if needs.x:
             dx = dlow @ a
     if needs.x:
+        # dx = dy @ weight, and dlow @ a of an adapter
         dx = input_gradient(fp8_dy, saved.weight, added_to=dx)
     if needs.weight:
+        # dweight = dyᵀ @ x
         dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, saved.x))
     return LinearGradients(x=dx, weight=dweight, bias=dbias, a=da, b=db)
 
@@ -421,7 +432,7 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
     residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
-    linear_needs = LinearGradients(x=needs_dy, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
+    linear_needs = NeededGradients(x=needs_dy, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
     gradients = _backward_gemms(ctx.layer, dout, _saved_operands(saved, ctx.adapter_scale), linear_needs)
     dweight = gradients.weight
     if ctx.tied_gradient is not None and needs.weight:
@@ -496,7 +507,7 @@ class _Linear(torch.autograd.Function):
         saved_x, saved_bias, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        linear_needs = LinearGradients(x=needs_dx, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
+        linear_needs = NeededGradients(x=needs_dx, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
         gradients = _backward_gemms(ctx.layer, dy, _saved_operands(saved, ctx.adapter_scale), linear_needs)
         dx = gradients.x
         dx_bias = None

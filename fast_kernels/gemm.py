@@ -198,8 +198,8 @@ def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
         a, b: (M, K) and (N, K), each contiguous or the transpose of a contiguous matrix.
         bias: (N,) or None.
         out: (M, N) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
-        accumulate: add the result to `out`. One in BF16 is then rounded twice on Hopper: the product and the
-            sum, as in torch.addmm.
+        accumulate: add the result to `out`. On Hopper a BF16 `out` is then rounded twice, after the product
+            and after the sum, as in torch.addmm.
 
     PyTorch computes what cuBLASLt cannot: M, N or K that is not a multiple of 8, an address that is not a
     multiple of 16 bytes, other dtypes and strides. Not differentiable. Returns (M, N), `out` if given.

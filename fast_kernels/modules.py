@@ -465,7 +465,7 @@ class Module(CheckedOptions, nn.Module):
             elif keeps_weights:
                 static += self.workspace(gemm)
         for tensor in static:
-            # else a CUDA graph of torch.compile copies each input in every replay, and does not update it
+            # Without this, each replay of torch.compile's CUDA graph copies the tensor and updates the copy
             torch._dynamo.mark_static_address(tensor)
 
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
@@ -628,6 +628,7 @@ class LayerNormMLP(Module):
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
 
 
+# copies, each for the modules of its engine: model_te_optimized.py, te_reference.py
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
     FP8 values stay, see frozen.py. A weight that is frozen already does not change.

@@ -351,12 +351,13 @@ def train_with_gradients_inside(graphed):
     norms = []
     for step in range(24):
         factors = torch.full((2,), 1.0 + step / 10, device="cuda")
-        memory = torch.empty(step % 5 << 20, device="cuda")  # so that addresses differ
+        unused = torch.empty(step % 5 << 20, device="cuda")  # gradients then have other addresses
         run = train_step
         if graphed and step not in (14, 15, 18):
-            run = graphs[step // 4 % 3]  # four steps of a graph, then of the next one
+            graph = step // 4 % 3  # each graph takes four steps in a row
+            run = graphs[graph]
         norms.append(run(factors).item())
-        del memory
+        del unused
     return [*(parameter.detach() for parameter in params), torch.tensor(norms)]
 
 

@@ -1,4 +1,4 @@
-"""freeze_in_fp8: weights that are not trained and stay in FP8 alone, on te_reference and fast_kernels."""
+"""freeze_in_fp8: weights that are not trained and stay in FP8 alone. On Transformer Engine: on GPUs only."""
 
 import copy
 import functools
@@ -48,7 +48,7 @@ FILES = {  # model file, engine, model class, config class
 }
 UNTIED = MODERN | {"tie_embeddings": False}
 CHECKPOINTED = {"gradient_checkpointing": True}
-ONCE = {"keeps_transpose": False}
+NO_TRANSPOSE = {"keeps_transpose": False}
 TRAINED = ["norm", "bias", "blocks.1.mlp.fc2"]  # the rest is frozen
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 load = functools.cache(model_file)
@@ -160,14 +160,14 @@ def assert_trains_as_its_twin(frozen, twin, way="from Python", keeps_fp8_weights
 @pytest.mark.parametrize("name, options, freezing, way", [
     ("reference", {}, {}, "from Python"), ("reference", UNTIED | CHECKPOINTED, {}, "from Python"),
     ("reference", {}, {"recipe": "current"}, "from Python"),
-    ("fast", UNTIED | CHECKPOINTED, ONCE, "from Python"), ("fast modules", {}, {}, "from Python"),
+    ("fast", UNTIED | CHECKPOINTED, NO_TRANSPOSE, "from Python"), ("fast modules", {}, {}, "from Python"),
     # the same in other combinations; in Triton's interpreter each takes some seconds
     on_gpu("fast", {}, {}, "in graphs"), on_gpu("fast", CHECKPOINTED, {}, "from Python"),
-    on_gpu("fast", UNTIED, ONCE, "in graphs"),
-    on_gpu("fast modules", UNTIED | CHECKPOINTED, ONCE, "from Python"),
-    on_gpu("fast modules", UNTIED, ONCE, "in graphs"), on_gpu("fast modules", {}, {}, "compiled"),
-    on_te("te", {}, {}, "from Python"), on_te("te", UNTIED | CHECKPOINTED, ONCE, "from Python"),
-    on_te("te", {}, {}, "in graphs"), on_te("te", UNTIED, ONCE, "in graphs"),
+    on_gpu("fast", UNTIED, NO_TRANSPOSE, "in graphs"),
+    on_gpu("fast modules", UNTIED | CHECKPOINTED, NO_TRANSPOSE, "from Python"),
+    on_gpu("fast modules", UNTIED, NO_TRANSPOSE, "in graphs"), on_gpu("fast modules", {}, {}, "compiled"),
+    on_te("te", {}, {}, "from Python"), on_te("te", UNTIED | CHECKPOINTED, NO_TRANSPOSE, "from Python"),
+    on_te("te", {}, {}, "in graphs"), on_te("te", UNTIED, NO_TRANSPOSE, "in graphs"),
     # TE refuses delayed scaling under torch.compile
     on_te("te", {}, {"recipe": "current"}, "compiled"),
 ])
@@ -175,7 +175,7 @@ def test_training_beside_frozen_weights_changes_no_bit(name, options, freezing, 
     frozen, twin = pair(name, options, **freezing)
     fails = name == "te" and way == "compiled"  # torch.compile does not trace FP8 weights that TE keeps
     assert_trains_as_its_twin(frozen, twin, way, keeps_fp8_weights=not fails)
-    if freezing == ONCE:
+    if freezing == NO_TRANSPOSE:
         assert not has_transposes(frozen.blocks[1])
 
 
@@ -283,7 +283,7 @@ def tensors_of(parameter):
 
 
 @pytest.mark.parametrize("name, freezing, bytes_of_a_value, scales", [
-    ("reference", {}, 1, 1), ("fast modules", {}, 2, 2), ("fast modules", ONCE, 1, 2)])
+    ("reference", {}, 1, 1), ("fast modules", {}, 2, 2), ("fast modules", NO_TRANSPOSE, 1, 2)])
 def test_a_frozen_weight_has_one_byte_a_value_and_no_state(name, freezing, bytes_of_a_value, scales):
     model = build(name, n_layer=1, tie_embeddings=False).to(torch.bfloat16)
     freeze(name, model, ["norm", "bias"], **freezing)
@@ -302,8 +302,8 @@ def test_a_frozen_weight_has_one_byte_a_value_and_no_state(name, freezing, bytes
 
 @pytest.mark.parametrize("name", ["reference", "fast modules", on_te("te")])
 def test_a_frozen_model_is_copied_moved_saved_and_loaded(name):
-    """And pickled, with its bytes; and its weights cannot be trained again."""
-    model, twin = pair(name, {"n_layer": 1}, **ONCE)
+    """It is also pickled. Copies have the same loss and frozen weights, which cannot be trained again."""
+    model, twin = pair(name, {"n_layer": 1}, **NO_TRANSPOSE)
     loss = loss_of(model)
     with pytest.raises(ValueError, match="^requires_grad_: a weight .* is frozen in FP8"):
         model.requires_grad_(True)
@@ -319,7 +319,7 @@ def test_a_frozen_model_is_copied_moved_saved_and_loaded(name):
     state = model.state_dict()
     assert all(type(value) is torch.Tensor for value in state.values())
     other = build(name, n_layer=1)
-    freeze(name, other, TRAINED, **ONCE)
+    freeze(name, other, TRAINED, **NO_TRANSPOSE)
     for options in ({}, {"assign": True}) if name != "te" else ({},):
         other.load_state_dict({key: value.clone() for key, value in state.items()}, **options)
         assert torch.equal(loss_of(other), loss)
@@ -355,7 +355,7 @@ def test_a_model_without_memory_loads_weights_one_by_one(name):
     lambda weight, values: weight.mul_(2), lambda weight, values: torch._foreach_copy_([weight], [values]),
     lambda weight, values: torch.add(values, 1, out=weight)], ids=["mul", "foreach_copy", "out"])
 def test_an_operation_that_would_write_to_a_frozen_weight_raises(name, write):
-    model, _ = pair(name, {"n_layer": 1}, **ONCE)
+    model, _ = pair(name, {"n_layer": 1}, **NO_TRANSPOSE)
     weight = model.blocks[0].attn.qkv.weight
     before = weight.dequantize().clone()
     with torch.no_grad(), pytest.raises(ValueError, match="frozen in FP8; only copy_ changes it"):
