@@ -130,8 +130,8 @@ class FP8Model(nn.Module):
             if hasattr(module, "mask_func"):
                 module.mask_func = te.utils.attention_mask_func  # a global function for TE's local one
 
-    def _apply(self, function, recurse=True):  # of .to()
-        frozen = [name for name, p in self.named_parameters() if is_frozen_in_fp8(p) and is_on_te(p)]
+    def _apply(self, function, recurse=True):  # .to() and .cuda() make new tensors of TE's frozen weights
+        frozen = [name for name, p in self.named_parameters() if is_frozen_in_fp8(p) and is_te_tensor(p)]
         super()._apply(function, recurse)
         for name in frozen:
             mark_frozen(self.get_parameter(name))
@@ -562,8 +562,10 @@ def attention_kernel(config):
 
 
 class SplitHeads(torch.autograd.Function):
-    """`split_heads`. Gradients of q, k and v that are parts of one tensor, as FlashAttention4's are, need no
-    copy: that tensor is the gradient of qkv. `torch.split` copies them, which is 2 % of a step of GPT-2."""
+    """Split qkv (B, S, H, D). If the backward pass receives gradients of q, k and v that are parts of one
+    buffer, as FlashAttention4's are, return that buffer; else concatenate them.
+
+    Autograd always concatenates the gradients of torch.split, which takes 2 % of a step of GPT-2 124M."""
 
     @staticmethod
     def forward(ctx, qkv, heads):
@@ -573,11 +575,11 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        whole = gradients[0]._base  # what it is a view of
-        if whole is not None and whole.shape == ctx.shape:
-            parts = whole.split(ctx.heads, dim=2)
+        buffer = gradients[0]._base  # the tensor that this gradient is a view of, or None
+        if buffer is not None and buffer.shape == ctx.shape:
+            parts = buffer.split(ctx.heads, dim=2)
             if all(map(is_same_memory, gradients, parts)):
-                return whole, None
+                return buffer, None
         return torch.cat(gradients, dim=2), None
 
 
@@ -586,23 +588,30 @@ def is_same_memory(x, y):
 
 
 def split_heads(qkv, heads, kernel):
-    """Split qkv (B, S, sum of heads, D) into q, k and v, which have `heads` heads."""
-    runs_flash = kernel == "flash" and qkv.dtype != torch.float32
+    """Split qkv (B, S, sum of heads, D). heads: (n_head, n_kv_head, n_kv_head). Returns q, k, v:
+    (B, S, heads[i], D), views."""
+    # Only for FlashAttention: torch.func refuses SplitHeads, but not SDPA
+    runs_flash = kernel == "flash" and qkv.dtype != torch.float32  # in float32 SDPA runs, see runs_sdpa
     if runs_flash and not torch.compiler.is_compiling():
         return SplitHeads.apply(qkv, heads)
     return qkv.split(heads, dim=2)
 
 
 class FlashAttention4(torch.autograd.Function):
-    """Causal attention by FlashAttention 4, whose own function has no choice of tiles and allocates the three
-    gradients one by one."""
+    """Causal attention by FlashAttention 4. q: (B, S, n_head, D); k and v: (B, S, n_kv_head, D). Returns
+    (B, S, n_head, D).
+
+    Calls private functions of flash-attn-4 (4.0.0b36 tested): the public one, flash_attn_func, has no choice
+    of tiles, and allocates the gradients of q, k and v one by one.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v):
         _, length, _, head_dim = q.shape
         options = {}
         if length <= 1024 and head_dim <= 64 and torch.cuda.get_device_capability()[0] == 9:
-            # The default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %
+            # On a causal mask of 1,024 tokens 192 x 128 (the default) computes 50 % too much, 128 x 128
+            # 12.5 %. Wider heads have other defaults: above 96 it is 128 x 128 or smaller.
             options["tile_mn"] = (128, 128)
         flash = import_module("flash_attn.cute.interface")
         out, lse, *_ = flash._flash_attn_fwd(q, k, v, causal=True, return_lse=True, **options)
@@ -669,6 +678,7 @@ def document_mask(document):
 # Weights that are not trained and stay in FP8 alone
 
 
+# copies, each for the modules of its engine: te_reference.py, fast_kernels/modules.py
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of te.Linear, te.LayerNormLinear and te.LayerNormMLP
     only the FP8 values stay. A weight that is frozen already does not change.
@@ -731,7 +741,7 @@ def mark_frozen(weight):
 
 
 def refuse_to_train(shape, requires_grad=True):
-    if requires_grad:
+    if requires_grad:  # the same message: FrozenWeight in te_reference.py and in fast_kernels/frozen.py
         raise ValueError(f"requires_grad_: a weight {shape} is frozen in FP8, without the "
                          "bits that an update changes; name it in freeze_in_fp8(…, except_for=[…])")
 
@@ -741,6 +751,7 @@ def keep_quantizer(quantizer):
 
 
 def drop_transposes(module, *gradients):
+    """Free the transposes of frozen weights after the backward pass of their module: a backward hook."""
     for parameter in module.parameters(recurse=False):
         if is_frozen_in_fp8(parameter):
             parameter.update_usage(columnwise_usage=False)
@@ -751,8 +762,9 @@ def frozen_weights(module):
     return {name: p for name, p in module.named_parameters(recurse=False) if is_frozen_in_fp8(p)}
 
 
-def is_on_te(weight):
-    """Return whether TE has frozen a weight. Not ENGINE: a FastGPT2Model is on fast_kernels beside TE."""
+def is_te_tensor(weight):
+    """Return whether a frozen weight is a Float8Tensor of TE. ENGINE does not say so: where it is "te", a
+    FastGPT2Model has the frozen weights of fast_kernels."""
     return hasattr(weight, "_scale_inv")
 
 
@@ -760,7 +772,7 @@ def save_frozen_weights(module, state_dict, prefix):
     """Replace TE's frozen weights in a state dict by their values; the other engines do so themselves."""
     for name, weight in frozen_weights(module).items():
         saved = state_dict.get(prefix + name)
-        if is_on_te(weight) and saved is not None and saved is not weight:  # with keep_vars=True it is
+        if is_te_tensor(weight) and saved is not None and saved is not weight:  # with keep_vars=True it is
             state_dict[prefix + name] = weight.dequantize()
 
 
@@ -770,7 +782,7 @@ def write_frozen_scales(module):
     if getattr(scaling, "scale", None) is None:  # another recipe
         return
     for name, weight in frozen_weights(module).items():
-        scale = weight._scale_inv.reciprocal() if is_on_te(weight) else weight.scale
+        scale = weight._scale_inv.reciprocal() if is_te_tensor(weight) else weight.scale
         slot = weight_slot(name)
         scaling.scale[slot:slot + 1] = scale
 
