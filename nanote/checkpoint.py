@@ -41,8 +41,8 @@ def step_of(folder) -> int | None:
 
 
 def is_checkpoint(folder) -> bool:
-    """Return whether a folder has the name of a checkpoint, step-<n>. The base of adapters is one, or a
-    folder of Hugging Face."""
+    """Return whether a folder's name is that of a checkpoint, step-<n>. This tests only the name: it tells a
+    checkpoint from a run's folder, or from a folder of Hugging Face."""
     return step_of(folder) is not None
 
 
@@ -303,7 +303,8 @@ def read_meta(folder) -> dict:
 def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
     """Load the weights, and with an optimizer everything. Checks all files. Collective.
 
-    open_hf_folder: tools.import_hf.open_model, for adapters of a folder of Hugging Face.
+    open_hf_folder: tools.import_hf.open_model. It is needed for adapters whose base is a folder of Hugging
+        Face.
     """
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
@@ -313,17 +314,17 @@ def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
     if base is not None:
         stored_base = open_base(base, remaining, open_hf_folder)
-        names = names_in_base(stored_base, remaining, reader)
-        load_base(stored_base, names, remaining, dtype_of_weights(reader))
-        model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], names)
-        remaining = {name: weight for name, weight in remaining.items() if name not in names}
+        base_names = names_in_base(stored_base, remaining, reader)
+        load_base(stored_base, base_names, remaining, dtype_of_weights(reader))
+        model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], base_names)
+        remaining = {name: weight for name, weight in remaining.items() if name not in base_names}
     check_weights(folder, reader.entries, remaining)
     if optimizer is None:
         load_weights_only(reader, remaining)
         return
     rng = f"rng{parallel.rank()}."
-    names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
-    stored = local_parts(reader.read(names, like=remaining))
+    tensor_names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
+    stored = local_parts(reader.read(tensor_names, like=remaining))
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(remaining, stored)
         recipes.set_state(model, under_prefix(stored, "fp8."))
@@ -394,7 +395,7 @@ def names_in_base(base: StoredWeights, weights: dict, reader: "TensorReader") ->
 
 
 def dtype_of_weights(reader: "TensorReader") -> torch.dtype:
-    """Return the dtype of the weights of a run, from its checkpoint."""
+    """Return the dtype of a run's weights: that of the first one in its checkpoint."""
     entries = under_prefix(reader.entries, "model.")
     return next(iter(entries.values())).properties.dtype
 
@@ -403,8 +404,9 @@ def dtype_of_weights(reader: "TensorReader") -> torch.dtype:
 def load_base(base: StoredWeights, names: frozenset[str], weights: dict, dtype: torch.dtype) -> None:
     """Copy the weights of these names from the base of adapters to a model. Collective.
 
-    weights: {name: tensor} of the model. dtype: of the run's weights, to which each weight is rounded first,
-    as when the run began: an exact resume needs the same rounding, also in a model of another dtype.
+    weights: {name: tensor} of the model.
+    dtype: of the run's weights. Each weight is rounded to it before it is copied, as when the run began.
+        Without this rounding a resume in a model of another dtype would not be exact.
     """
     for name, value, master in base.read():
         if name not in names:

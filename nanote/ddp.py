@@ -295,14 +295,6 @@ class Gradients:
             parameter.grad = self.views[parameter] if parameter in self.used else None
 
 
-def reshard(model) -> None:
-    """Free the weights of a sharded model that FSDP2 keeps gathered after a pass without gradients. The next
-    pass gathers them again, since a step may have changed them: a replayed CUDA graph does not tell FSDP2."""
-    if hasattr(model, "reshard"):  # FSDP2 has added it
-        for unit in (model, *model.blocks):
-            unit.reshard()
-
-
 class ShardedGradients:
     """The gradients of this rank's parts of a model that FSDP2 has sharded, in the same memory every step."""
 
@@ -315,7 +307,7 @@ class ShardedGradients:
     def accumulate(self, is_first_microbatch: bool, is_last_microbatch: bool):
         """Accumulate over micro-batches, in FSDP2's own memory. The last one reduces over ranks."""
         if is_first_microbatch:
-            reshard(self.model)
+            parallel.reshard(self.model)
         self.model.set_requires_gradient_sync(is_last_microbatch)
         yield
         if is_last_microbatch:

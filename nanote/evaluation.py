@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from nanote import checkpoint, ddp, parallel, recipes
+from nanote import checkpoint, parallel, recipes
 from nanote.meter import Diverged
 
 
@@ -15,7 +15,7 @@ def validation_loss(config, model, val_loader) -> float:
     # Without gradients and in evaluation mode, torch.compile would compile the model a second time.
     uncompiled = torch.compiler.set_stance("force_eager") if config.compile else nullcontext()
     model.eval()
-    ddp.reshard(model)
+    parallel.reshard(model)  # else FSDP2 may read weights that it gathered before the last step
     with recipes.preserved_state(model), uncompiled:
         for inputs, label_count in val_loader.evaluation(config.eval_tokens):
             loss = model(*inputs)

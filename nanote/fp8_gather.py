@@ -56,19 +56,19 @@ def gather_in_fp8(model) -> None:
 
 
 def shards_of(part, is_freed_after_forward: bool) -> list:
-    """Return a Shard for each weight of a block, or of lm_head, that fast_kernels reads."""
+    """Return an FP8Shard for each weight of a block, or of lm_head, that fast_kernels reads."""
     shards = []
     for module in part.modules():
         if isinstance(module, Module):
             for gemm in range(len(module.weight_names)):
                 parameter = module.weight_of(gemm)
-                # of another dtype, the module says what is wrong
-                if parameter.dtype == torch.bfloat16 and can_be_gathered(parameter):
-                    shards.append(Shard(module, gemm, is_freed_after_forward))
+                # for another dtype the module raises an error of its own
+                if parameter.dtype == torch.bfloat16 and can_gather_in_fp8(parameter):
+                    shards.append(FP8Shard(module, gemm, is_freed_after_forward))
     return shards
 
 
-def can_be_gathered(parameter) -> bool:
+def can_gather_in_fp8(parameter) -> bool:
     """Return whether the shards of a parameter, a DTensor, can be quantized and gathered in FP8."""
     shard = parameter._local_tensor
     ranks = parameter.device_mesh["shard"].size()
@@ -77,7 +77,7 @@ def can_be_gathered(parameter) -> bool:
     return have_equal_rows and can_be_quantized
 
 
-class Shard:
+class FP8Shard:
     """This rank's rows of a parameter, and their FP8 values."""
 
     def __init__(self, module, gemm: int, is_freed_after_forward: bool):
@@ -96,10 +96,11 @@ class Shard:
         return (self.fp8.view(torch.uint8),), None
 
     def post_all_gather(self, outputs, metadata, dtype, *, out=None):
-        """Return the gathered weight and the memory that it needs beside `outputs`, ((out, in) uint8,). With
-        `out`, the weight that the first call has returned, only write its transposed copy.
+        """Return the gathered weight, and its tensors that are not in `outputs`.
 
-        FSDP2 frees both when the weight has been used, and allocates them again before the next call.
+        outputs: ((out, in) uint8,), what was gathered. When the weight has been used, FSDP2 frees the memory
+            of these tensors and of `outputs`. It allocates both again before the next call.
+        out: None in the first call; then the weight that this returned, whose rowwise data is in `outputs`.
         """
         gathered = out
         if out is None:
@@ -113,7 +114,7 @@ class Shard:
 
 
 @torch.no_grad()
-def quantize_shards(shards: list[Shard], model, arguments: tuple, options: dict) -> None:
+def quantize_shards(shards: list[FP8Shard], model, arguments: tuple, options: dict) -> None:
     """Quantize all shards before a forward pass of the model, in one launch. Micro-batches after the first
     one of a step take what that has quantized."""
     if not recipes.uses_fp8(model) or options.get("is_first_microbatch") is False:
@@ -121,7 +122,8 @@ def quantize_shards(shards: list[Shard], model, arguments: tuple, options: dict)
     model.reshard()  # lm_head's weight may be gathered still, as it was quantized for an earlier pass
     quantizations = [shard.module.weight_quantization(shard.gemm, model.fp8_recipe) for shard in shards]
     scale_invs = tuple(shard.scale_inv for shard in shards)
-    # Autograd has saved them for a backward pass that is still to come, which gathers the new bytes, too
+    # If an earlier pass is still to go backward, autograd has saved its scale_invs, and checks their version.
+    # But that backward pass gathers the bytes that are quantized here, so it must read the new scale_invs.
     with torch.autograd._unsafe_preserve_version_counter(scale_invs):
         casts.cast_all(
             [as_matrix(shard.bf16) for shard in shards],

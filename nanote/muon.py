@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from nanote import parallel
 
 MOMENTUM = 0.95
-# of an iteration of Newton and Schulz: x becomes LINEAR x + CUBIC (x x^T) x + QUINTIC (x x^T)^2 x
+# Coefficients of a Newton-Schulz iteration: x <- LINEAR x + CUBIC (x x^T) x + QUINTIC (x x^T)^2 x
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 
 
@@ -54,34 +54,34 @@ class Muon(torch.optim.Optimizer):
             self._update_parts(parts)
             return
         for part in parts:
-            self._update(part, orthogonalize(self._next_momentum(part)))
+            self._update(part, orthogonalize(self._advance_momentum(part)))
 
     def _update_parts(self, parts) -> None:
         """Update this rank's parts of sharded matrices. While this rank orthogonalizes its matrix of a round,
         the next round is gathered and the last one scattered. Collective."""
         rounds = make_rounds(parts, self.shapes, self.group)
-        gathering = self._advance_and_gather(rounds[0]) if rounds else None
-        scattering = None
+        gather_started = self._start_gather(rounds[0]) if rounds else None
+        scatter_started = None
         for number, current in enumerate(rounds):
-            momentum = current.matrix_of(gathering)
+            momentum = current.matrix_of(gather_started)
             if number + 1 < len(rounds):
-                gathering = self._advance_and_gather(rounds[number + 1])
+                gather_started = self._start_gather(rounds[number + 1])
             update = orthogonalize(momentum)
-            if scattering is not None:
-                self._update_round(rounds[number - 1], scattering)
-            scattering = current.scatter(update)
-        if scattering is not None:
-            self._update_round(rounds[-1], scattering)
+            if scatter_started is not None:
+                self._update_round(rounds[number - 1], scatter_started)
+            scatter_started = current.scatter(update)
+        if scatter_started is not None:
+            self._update_round(rounds[-1], scatter_started)
 
-    def _advance_and_gather(self, current: "Round") -> "Exchange":
-        """Advance the momentum of a round's parts, and send it to the owners of the matrices."""
-        return current.gather([self._next_momentum(part) for part in current.parts])
+    def _start_gather(self, current: "Round") -> "Exchange":
+        """Advance the momentum of a round's parts, and start to send it to the owners of the matrices."""
+        return current.gather([self._advance_momentum(part) for part in current.parts])
 
-    def _update_round(self, current: "Round", scattering: "Exchange") -> None:
-        for part, update in zip(current.parts, current.parts_of(scattering)):
+    def _update_round(self, current: "Round", scatter_started: "Exchange") -> None:
+        for part, update in zip(current.parts, current.parts_of(scatter_started)):
             self._update(part, update)
 
-    def _next_momentum(self, part) -> torch.Tensor:
+    def _advance_momentum(self, part) -> torch.Tensor:
         """Add the gradient to the momentum. Return Nesterov's momentum in BF16."""
         gradient = part.grad.float()
         momentum = self.state[part]["momentum_buffer"]
@@ -159,21 +159,21 @@ class Round:
         self.part_sizes = [part.numel() for part in parts] + [0] * without_matrix
 
     def gather(self, parts: list[torch.Tensor]) -> Exchange:
-        """Send tensors, each shaped like the part of a matrix, to the owners of the matrices."""
+        """Start to send tensors, each shaped like the part of a matrix, to the owners of the matrices."""
         sent = torch.cat([part.flatten() for part in parts])
         return self._exchange(sent, self.part_sizes, self.own_sizes)
 
-    def matrix_of(self, gathering: Exchange) -> torch.Tensor:
+    def matrix_of(self, gather_started: Exchange) -> torch.Tensor:
         """Return the matrix that this rank owns, (0, 0) if it owns none."""
-        return gathering.wait().view(self.own_shape)  # parts are consecutive rows
+        return gather_started.wait().view(self.own_shape)  # parts are consecutive rows
 
     def scatter(self, matrix: torch.Tensor) -> Exchange:
-        """Send each rank its part of the matrix that this rank owns."""
+        """Start to send each rank its part of the matrix that this rank owns."""
         return self._exchange(matrix.flatten(), self.own_sizes, self.part_sizes)
 
-    def parts_of(self, scattering: Exchange) -> list[torch.Tensor]:
+    def parts_of(self, scatter_started: Exchange) -> list[torch.Tensor]:
         """Return this rank's parts of the scattered matrices."""
-        received = scattering.wait().split(self.part_sizes)
+        received = scatter_started.wait().split(self.part_sizes)
         return [values.view_as(part) for values, part in zip(received, self.parts)]
 
     def _exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Exchange:

@@ -119,34 +119,35 @@ def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
     Both use one learning rate, decay matrices only and update float32 masters of BF16 weights. AdamW is
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
-    saves_memory = any(map(is_frozen_in_fp8, model.parameters())) or adapters.trains_only_adapters(model)
-    parameters = list(model.parameters())
-    if saves_memory:  # no state of frozen parameters
-        parameters = [p for p in parameters if p.requires_grad]
-    matrices = []
+    with_state = list(model.parameters())
+    leaves_out_frozen = any(map(is_frozen_in_fp8, with_state)) or adapters.trains_only_adapters(model)
+    # Else frozen parameters keep their state: version 0.2 stored it, and its runs resume with the same groups
+    if leaves_out_frozen:
+        with_state = [p for p in with_state if p.requires_grad]
+    for_muon = []
     if config.optimizer == "muon":
-        matrices = matrices_of_blocks(model, parameters)
-    trained_by_muon = {parallel.local_part(matrix) for matrix in matrices}
-    parameters = [parallel.local_part(p) for p in parameters]
-    parameters = [p for p in parameters if p not in trained_by_muon]
-    if not parameters:  # Muon trains all that is not frozen, such as adapters in blocks
-        return Optimizer(model, make_muon(matrices, config))
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+        for_muon = matrices_of_blocks(model, with_state)
+    parts_for_muon = {parallel.local_part(matrix) for matrix in for_muon}
+    for_adam = [parallel.local_part(p) for p in with_state]
+    for_adam = [p for p in for_adam if p not in parts_for_muon]
+    if not for_adam:  # Muon trains all that is not frozen, such as adapters in blocks
+        return Optimizer(model, make_muon(for_muon, config))
+    groups = [{"params": [p for p in for_adam if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in for_adam if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]  # FastAdam reads its dtype from the first one
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8, store_param_remainders=config.param_remainders)
-    is_fast = parameters[0].is_cuda and not recipes.IS_REFERENCE
+    is_fast = for_adam[0].is_cuda and not recipes.IS_REFERENCE
     if is_fast:
         from fast_kernels.adam import FastAdam  # needs Triton
         adamw = FastAdam(groups, moment_dtype=moments, **options)
     else:
         adamw = recipes.te.optimizers.FusedAdam(
             groups, adam_w_mode=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
-            master_weights=any(p.dtype != torch.float32 for p in parameters),
+            master_weights=any(p.dtype != torch.float32 for p in for_adam),
             master_weight_dtype=torch.float32, **options)
-    if matrices:
-        return Optimizer(model, make_muon(matrices, config), adamw)
+    if for_muon:
+        return Optimizer(model, make_muon(for_muon, config), adamw)
     if is_fast:
         return FastOptimizer(model, adamw)
     return Optimizer(model, adamw)
@@ -164,5 +165,5 @@ def matrices_of_blocks(model, parameters) -> list:
     matrices = [p for p in blocks.parameters() if p.dim() == 2 and p in in_optimizer]
     if not matrices:
         raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
-                         "has none there; pass --optimizer adamw")
+                         "has no trainable matrices there; pass --optimizer adamw")
     return matrices

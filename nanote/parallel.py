@@ -175,7 +175,8 @@ def sharding_blocks(kind: str, device_type: str, grad_accum: int):
 
 def refuse_frozen_weights(module, kind: str) -> None:
     """Raise ValueError for weights that are frozen in FP8."""
-    if any(getattr(parameter, "is_frozen_in_fp8", False) for parameter in module.parameters()):
+    from nanote.engine import is_frozen_in_fp8  # slow to import
+    if any(map(is_frozen_in_fp8, module.parameters())):
         raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "
                          "--parallel ddp")
 
@@ -205,6 +206,14 @@ def broadcast_weights(module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
             dist.broadcast(tensor.data, src=0)
+
+
+def reshard(model) -> None:
+    """Free the weights of a sharded model that FSDP2 keeps gathered after a pass without gradients. The next
+    pass gathers them again, since a step may have changed them: a replayed CUDA graph does not tell FSDP2."""
+    if hasattr(model, "reshard"):  # FSDP2 has added it
+        for unit in (model, *model.blocks):
+            unit.reshard()
 
 
 _local_parts = WeakIdKeyDictionary()  # {DTensor: this rank's part}
@@ -255,8 +264,10 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
 
 
 def sharded_like(weight, tensor):
-    """Return a tensor that every rank has whole as a DTensor on the host if `weight` is a DTensor. A DTensor
-    is returned itself. Nothing is sent: each rank takes its part."""
+    """Shard a tensor as `weight` is sharded, and return it as a DTensor on the host. Every rank must have the
+    whole tensor: each takes its part, and nothing is sent.
+
+    If `weight` is not sharded, or `tensor` is a DTensor already, return `tensor` itself."""
     if not isinstance(weight, DTensor) or isinstance(tensor, DTensor):
         return tensor
     on_host = empty_on_host(weight, weight.shape, tensor.dtype)

@@ -122,19 +122,21 @@ def cross_load(model_kind, options, model, optimizer):
 
 
 def report_on(name, run):
-    """Return what the tests compare."""
+    """Return what the tests compare: of models that gather in FP8, and as bf16_… of one that does not."""
     if name in ("no FP8", "uneven"):
         model = ddp.distribute(make_model(*run), "fsdp", grad_accum=2)
         return dict(name=name, gathered_in_fp8=list(gathered_in_fp8(model)))
-    model, optimizer, losses = train(*run)
-    report = dict(name=name, losses=losses, values=values(model), after=evaluate(model))
-    other, _, report["bf16_losses"] = train(*run, gathers_in_fp8=False)
-    report.update(bf16_values=values(other), bf16_after=evaluate(other))
-    report["gathered_in_fp8"] = list(gathered_in_fp8(model))
+    fp8_model, optimizer, fp8_losses = train(*run)
+    report = dict(name=name, losses=fp8_losses, values=values(fp8_model), after=evaluate(fp8_model))
+    bf16_model, _, bf16_losses = train(*run, gathers_in_fp8=False)
+    report["bf16_losses"] = bf16_losses
+    report["bf16_values"] = values(bf16_model)
+    report["bf16_after"] = evaluate(bf16_model)
+    report["gathered_in_fp8"] = list(gathered_in_fp8(fp8_model))
     report["two_passes"] = train_on_two_passes(*run)
     report["bf16_two_passes"] = train_on_two_passes(*run, gathers_in_fp8=False)
     if name == "untied":
-        report["loaded"] = cross_load(*run, model, optimizer)
+        report["loaded"] = cross_load(*run, fp8_model, optimizer)
     return report
 
 

@@ -131,7 +131,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
 
 
 def test_muon_refuses_a_model_without_blocks():
-    with pytest.raises(ValueError, match="matrices of model.blocks, and Linear has none there"):
+    with pytest.raises(ValueError, match="model.blocks, and Linear has no trainable matrices there"):
         make_optimizer(torch.nn.Linear(4, 4), TrainConfig(optimizer="muon"))
 
 
