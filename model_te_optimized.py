@@ -678,7 +678,7 @@ def document_mask(document):
 # Weights that are not trained and stay in FP8 alone
 
 
-# copies, each for the modules of its engine: te_reference.py, fast_kernels/modules.py
+# te_reference.py and fast_kernels/modules.py have copies of this function, for their modules
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of te.Linear, te.LayerNormLinear and te.LayerNormMLP
     only the FP8 values stay. A weight that is frozen already does not change.

@@ -1566,7 +1566,7 @@ def _fp8_parameter_value(parameter, master):
 
 # ---------------------------------------------------------------- frozen weights in FP8 (not in TE)
 
-# a copy: fast_kernels.frozen.tensors_written_by
+# fast_kernels/frozen.py has a copy of this function
 def _tensors_written_by(function, args, kwargs):
     """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
     written = []
@@ -1686,7 +1686,7 @@ def _make_frozen_weight(weight):
     return frozen
 
 
-# copies, each for the modules of its engine: model_te_optimized.py, fast_kernels/modules.py
+# model_te_optimized.py and fast_kernels/modules.py have copies of this function, for their modules
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
     FP8 values stay. A weight that is frozen already does not change.

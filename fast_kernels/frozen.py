@@ -14,7 +14,7 @@ from fast_kernels.fp8 import KEPT, Float8Tensor, FP8Data, Quantization
 FP8 = torch.float8_e4m3fn  # dtype of weights in every recipe
 
 
-# a copy: te_reference._tensors_written_by
+# te_reference.py has a copy of this function
 def tensors_written_by(function, args, kwargs):
     """Return the tensors that an operation changes, as _foreach_copy_ does those of its first list."""
     written = []

@@ -628,7 +628,7 @@ class LayerNormMLP(Module):
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
 
 
-# copies, each for the modules of its engine: model_te_optimized.py, te_reference.py
+# model_te_optimized.py and te_reference.py have copies of this function, for their modules
 def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
     """Freeze the parameters in `module`. Of the weights of Linear, LayerNormLinear and LayerNormMLP only the
     FP8 values stay, see frozen.py. A weight that is frozen already does not change.

@@ -60,12 +60,12 @@ class Muon(torch.optim.Optimizer):
         """Update this rank's parts of sharded matrices. While this rank orthogonalizes its matrix of a round,
         the next round is gathered and the last one scattered. Collective."""
         rounds = make_rounds(parts, self.shapes, self.group)
-        gather_started = self._start_gather(rounds[0]) if rounds else None
+        gather_started = self._advance_and_gather(rounds[0]) if rounds else None
         scatter_started = None
         for number, current in enumerate(rounds):
             momentum = current.matrix_of(gather_started)
             if number + 1 < len(rounds):
-                gather_started = self._start_gather(rounds[number + 1])
+                gather_started = self._advance_and_gather(rounds[number + 1])
             update = orthogonalize(momentum)
             if scatter_started is not None:
                 self._update_round(rounds[number - 1], scatter_started)
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         if scatter_started is not None:
             self._update_round(rounds[-1], scatter_started)
 
-    def _start_gather(self, current: "Round") -> "Exchange":
+    def _advance_and_gather(self, current: "Round") -> "Exchange":
         """Advance the momentum of a round's parts, and start to send it to the owners of the matrices."""
         return current.gather([self._advance_momentum(part) for part in current.parts])
 

@@ -121,7 +121,7 @@ def make_optimizer(model, config) -> Optimizer:
     fast_kernels' FastAdam on a GPU, and else the engine's FusedAdam."""
     with_state = list(model.parameters())
     leaves_out_frozen = any(map(is_frozen_in_fp8, with_state)) or adapters.trains_only_adapters(model)
-    # Else frozen parameters keep their state: version 0.2 stored it, and its runs resume with the same groups
+    # Otherwise frozen parameters keep state, as in version 0.2, whose runs resume with the same groups
     if leaves_out_frozen:
         with_state = [p for p in with_state if p.requires_grad]
     for_muon = []
