@@ -38,13 +38,13 @@ def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None
     parallel.on_rank0(lambda: checkpoint.verify(folder))
     stored = checkpoint.open_weights(folder, like=weights)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
-    in_base = stored.shapes.keys()
+    names_in_base = stored.shapes.keys()
     if base is not None:  # the run has adapters of it
         stored_base = checkpoint.open_base(base, weights, open_hf_folder)
-        in_base = stored_base.shapes.keys() - stored.shapes.keys()
+        names_in_base = stored_base.shapes.keys() - stored.shapes.keys()
         stored = with_base(stored_base, stored)
     has_same_tensors = start_from_weights(
-        config, model, optimizer, stored, meta["model_config"], base or folder, in_base)
+        config, model, optimizer, stored, meta["model_config"], base or folder, names_in_base)
     if not has_same_tensors:
         return {}
     recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
@@ -61,25 +61,41 @@ def with_base(base: StoredWeights, adapters_alone: StoredWeights) -> StoredWeigh
 
 @torch.no_grad()
 def start_from_weights(config, model, optimizer, stored: StoredWeights, source_config: dict,
-                       base: Path, in_base=None) -> bool:
+                       base: Path, names_in_base=None) -> bool:
     """Copy the weights of --init-from to a new run's model, one at a time. Print which were found, and return
-    whether source and model have the same. Collective.
+    whether the source and the model have the same tensor names. Collective.
 
     source_config: the fields of the config of the source's model.
     base: the folder of the weights, which a run of adapters does not store again.
-    in_base: the names of those in that folder. None: of all.
+    names_in_base: names of the weights stored in `base`; None: all.
     """
     source = config.init_from
-    print_differences(source, model.config, source_config)
     weights = weights_of(model)
-    found = stored.shapes
-    check_tensor_shapes(source, found, weights)
+    print_differences(source, model.config, source_config)
+    check_tensor_shapes(source, stored.shapes, weights)
     if parallel.rank() == 0:
-        print_found(source, found, weights)
-    names = names_of_parameters(weights)
-    in_optimizer = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    trained = {}  # what load_optimizer takes
-    for name in in_optimizer:
+        print_found(source, stored.shapes, weights)
+    trained = copy_weights(stored, weights, optimizer)
+    load_optimizer(optimizer, model, trained)
+    if adapters.trains_only_adapters(model):
+        if names_in_base is None:
+            names_in_base = stored.shapes.keys()
+        remember_base(model, weights, base, names_in_base)
+    return stored.shapes.keys() == weights.keys()
+
+
+def copy_weights(stored: StoredWeights, weights: dict, optimizer) -> dict[str, torch.Tensor]:
+    """Copy stored weights to those of a model. Return the values and float32 masters of the weights that the
+    optimizer trains, under the names that `load_optimizer` takes.
+
+    weights: {name: tensor} of the model.
+    """
+    parameter_names = names_of_parameters(weights)  # {id of a parameter: its name}
+    trained_names = set()
+    for group in optimizer.param_groups:
+        trained_names |= {parameter_names[id(p)] for p in group["params"]}
+    trained = {}
+    for name in trained_names:
         trained[f"model.{name}"] = parallel.local_part(weights[name])  # as initialized, if it is not found
     for name, value, master in stored.read():
         if name not in weights:
@@ -88,23 +104,29 @@ def start_from_weights(config, model, optimizer, stored: StoredWeights, source_c
         value = parallel.local_part(parallel.sharded_like(weight, value))
         if master is not None:
             master = parallel.local_part(master)
-        if name in in_optimizer:
+        if name in trained_names:
             trained[f"model.{name}"] = value
             if master is None and weight.dtype != torch.float32:
                 master = value.float()  # the source's bits, not rounded
             if master is not None:
                 trained[f"optimizer.{name}.master_param"] = master
         write_weight(weight, value if master is None else master)
-    load_optimizer(optimizer, model, trained)
-    if adapters.trains_only_adapters(model):
-        checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
-        frozen = {name for name, tensor in weights.items()
-                  if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
-        names = frozen & (found.keys() if in_base is None else in_base)
-        model.base_of_adapters = adapters.Base(base, checksum, frozenset(names))
-        if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
-            print(f"  the adapters need {base}: keep it, a run that goes on there removes it")
-    return found.keys() == weights.keys()
+    return trained
+
+
+def remember_base(model, weights: dict, base: Path, names_in_base) -> None:
+    """Set `base_of_adapters` of a model that trains only adapters. Print that its run needs the base.
+    Collective.
+
+    weights: {name: tensor} of the model. names_in_base: names of the weights stored in `base`.
+    """
+    checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
+    frozen = {name for name, tensor in weights.items()
+              if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
+    model.base_of_adapters = adapters.Base(base, checksum, frozenset(frozen & names_in_base))
+    if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
+        print(f"  {base}: the adapters need this checkpoint, and a --resume of its run would delete it; "
+              "resume a copy of that run")
 
 
 def check_tensor_shapes(source: str, found: dict, weights: dict) -> None:

@@ -53,11 +53,10 @@ def read_adapters(source: Path, model_config: dict, masters: bool) -> Adapters |
     expected_names = set()
     for name in names_of_weights(model_config):
         expected_names |= {f"{adapter_of(name)}.a", f"{adapter_of(name)}.b"}
-    has_fields = "lora_rank" in model_config and "lora_alpha" in model_config
     if unexpected := sorted(found - expected_names):
         raise ValueError(f"{source}: {unexpected[0]} is no adapter of examples/edits/optimized/lora.diff; "
                          "share the run with its model file")
-    if not has_fields:
+    if "lora_rank" not in model_config or "lora_alpha" not in model_config:
         raise ValueError(f"{source}: its model has no fields lora_rank and lora_alpha, as the edit lora has; "
                          "share the run with its model file")
     return Adapters(tensors, model_config["lora_rank"], model_config["lora_alpha"])
@@ -157,7 +156,8 @@ def vocab_size_of(base: Path, meta: dict, padded: int) -> int:
     if not checkpoint.is_checkpoint(base):
         return read_json(base / "config.json")["vocab_size"]
     base_meta = checkpoint.read_meta(base)
-    return base_meta.get("hf", meta.get("hf", {})).get("vocab_size", padded)
+    of_import = base_meta.get("hf", meta.get("hf", {}))  # what import_hf.py has stored
+    return of_import.get("vocab_size", padded)
 
 
 def peft_base_name(base: Path) -> str:

@@ -177,7 +177,13 @@ def export(run, folder, dtype="auto", moved_tokenizer=None, model_name=None, fp8
 def weights_to_write(source: Path, base: Path, added, scales: dict, dtype: str, rows: int) -> LazyTensors:
     """Return {name in the optimized model: weight}, with the adapters added to the weights of their base.
 
-    added: the adapters of the run, None if it has none. rows: of the embedding. The others: see `export`.
+    Args:
+        source: the checkpoint to export.
+        base: the folder of the base of its adapters; `source` if it has none.
+        added: the adapters of the run; None if it has none.
+        scales: {name: scale} of the weights that are written in FP8.
+        dtype: of ExportConfig.
+        rows: of the embedding.
     """
     masters = dtype == "float32"
     torch_dtype = None if dtype == "auto" else getattr(torch, dtype)
@@ -192,7 +198,7 @@ def weights_to_write(source: Path, base: Path, added, scales: dict, dtype: str, 
 
 
 def check_adapters(source: Path, added, fp8: bool, peft: bool) -> None:
-    """Raise ValueError for a format in which a run's adapters, None if it has none, cannot be written."""
+    """Raise ValueError for options that do not fit the adapters of a run. added: None if it has none."""
     if peft and fp8:
         raise ValueError("--peft with --fp8: adapters are not in FP8; leave --fp8 out")
     if peft and added is None:
@@ -203,22 +209,20 @@ def check_adapters(source: Path, added, fp8: bool, peft: bool) -> None:
 
 
 @torch.no_grad()
-def check_logits(load: Callable, source: Path, model_name: str | None, weights: Mapping, scales: dict,
+def check_logits(load: Callable, source: Path, model_name: str | None, weights: LazyTensors, scales: dict,
                  vocab_size: int) -> None:
-    """Raise ValueError unless the exported model has the logits of the run's, on 1,024 random tokens: in
-    float32 up to 4 billion parameters (16 GB), else in BF16.
+    """Raise ValueError unless the exported model and the run's model compute the same logits of 1,024 random
+    tokens.
 
-    load: dtype -> the model of transformers.
+    The run's model computes them twice: with the weights that are written, and, if it has adapters, with
+    these beside the weights of their base. load: dtype -> the model of transformers.
     """
     import transformers  # slow to import
 
     from tools.import_hf import open_model  # which imports this file
 
     transformers.logging.disable_progress_bar()
-    is_small = sum(math.prod(shape) for shape in weights.shapes.values()) <= 4e9
-    in_float32 = is_small and recipes.IS_REFERENCE
-    dtype = torch.float32 if in_float32 else torch.bfloat16
-    tolerance = TOLERANCE_IN_FLOAT32 if in_float32 else TOLERANCE_IN_BF16
+    dtype, tolerance = precision_of_logits(weights)
     device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
     meta = with_base_in_bf16(checkpoint.read_meta(source))
     model = trained_model.load_run(source, meta, model_name, device, dtype, open_model)
@@ -226,17 +230,25 @@ def check_logits(load: Callable, source: Path, model_name: str | None, weights: 
     length = min(model.config.n_positions, 1024)
     ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
     has_adapters = any(adapters.MARK in name for name, _ in model.named_parameters())
-    if has_adapters:
-        beside_base = logits_of(model, ids, vocab_size)
+    logits_of_run = logits_of(model, ids, vocab_size) if has_adapters else None
     set_to_written_weights(model, weights, scales)
-    written = logits_of(model, ids, vocab_size)
+    logits_of_written_weights = logits_of(model, ids, vocab_size)
     del model  # one at a time
     exported = load(dtype).to(device).eval()
     class_name = type(exported).__name__
-    theirs = exported(ids).logits
+    exported_logits = exported(ids).logits
     if has_adapters:  # the merged weights may be rounded to BF16
-        check_close(beside_base, theirs, TOLERANCE_IN_BF16, source, class_name)
-    check_close(written, theirs, tolerance, source, class_name)
+        check_close(logits_of_run, exported_logits, TOLERANCE_IN_BF16, source, class_name)
+    check_close(logits_of_written_weights, exported_logits, tolerance, source, class_name)
+
+
+def precision_of_logits(weights: LazyTensors) -> tuple[torch.dtype, float]:
+    """Return the dtype in which logits are compared, and the tolerance: float32 on te_reference for up to 4
+    billion parameters (16 GB), else BF16."""
+    is_small = sum(math.prod(shape) for shape in weights.shapes.values()) <= 4e9
+    if is_small and recipes.IS_REFERENCE:
+        return torch.float32, TOLERANCE_IN_FLOAT32
+    return torch.bfloat16, TOLERANCE_IN_BF16
 
 
 def with_base_in_bf16(meta: dict) -> dict:
@@ -268,7 +280,7 @@ def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
 
 
 def set_to_written_weights(model, weights: Mapping, scales: dict) -> None:
-    """Set the weights of a run's model to those that are written, and its adapters, which they contain, to
+    """Copy the weights that are written to a run's model. They contain its adapters, which are set to
     zero."""
     for stored_name, parameter in weights_of(model).items():
         if not isinstance(parameter, torch.nn.Parameter):
@@ -311,7 +323,7 @@ def load_exported(folder: Path, dtype: torch.dtype):
     return model
 
 
-def write_folder(folder: Path, weights: RunWeights, scales: dict, config, vocab_size: int, tokenizer) -> None:
+def write_folder(folder: Path, weights: LazyTensors, scales: dict, config, vocab_size: int, tokenizer) -> None:
     """Write weights and scales, config, generation config and tokenizer."""
     tensors = hf_weights.to_hf(weights, config, vocab_size)
     write_shards(folder, itertools.chain(tensors, fp8_folders.scale_tensors(scales, config)))
