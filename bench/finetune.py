@@ -100,7 +100,8 @@ ON_CPU = dict(micro_batch_size=2, seq_len=32)
 LORA_BASES = {"adapters": "bf16", "frozen": "fp8", "frozen_transposes": "fp8_and_transpose"}
 RANK = 16  # of the adapters
 ALPHA = 32
-LORA_LR = 2.0**-9  # of the first steps, which must lower the loss; that of measure.py hardly moves adapters
+# learning rate of the adapters' first steps, which must lower the loss; measure.LR is too small for that
+LORA_LR = 2.0**-9
 
 
 @dataclass
@@ -141,6 +142,7 @@ def make_peer(hf_config, attention: str, compiles: bool, config, device, batches
         hf_config: transformers' config of the model.
         attention: its implementation, of `attention_names`.
         config: train.py's options of the same network.
+        batches: not used; `measure.measure` passes them to every training that it makes.
     """
     model = make_transformers_model(hf_config, attention, device)
     copy_weights(first_weights(config, device), model, config)
@@ -235,7 +237,7 @@ def measure_adapters(arm: str, config, timing, folder: Path, peer=None, agreemen
 
 def make_peft(hf_config, attention: str, compiles: bool, config, device, batches=None):
     """Make the TransformersTraining of PEFT's adapters that begins with the weights and adapters of this
-    kit's arms. config: of `write_edit`. The others are those of `make_peer`."""
+    kit's arms. config: of `write_edit`. The others, `batches` too, are those of `make_peer`."""
     import peft
 
     model = make_transformers_model(hf_config, attention, device)
@@ -293,6 +295,7 @@ class Peer:
     config: TrainConfig  # train.py's options of the same network
     compiles: bool  # by torch.compile
     takes_turns: bool  # with each arm of the kit; else each is timed alone
+    describe: Callable = lambda training: {}  # returns what its rows say besides, from its training
 
 
 def measure_peer(peer: Peer, timing, agreement):
@@ -301,17 +304,17 @@ def measure_peer(peer: Peer, timing, agreement):
     fastest_ms = None
     all_figures = []
     for attention in attention_names():
+        arm = f"{peer.name}-{attention}"
+        make = partial(peer.make, attention, peer.compiles)
         figures, training = measure.attempt(
-            measure.measure, f"{peer.name}-{attention}", peer.config,
-            partial(peer.make, attention, peer.compiles), timing, None, agreement)
+            measure.measure, arm, peer.config, make, timing, None, agreement)
         figures |= {"attention": attention, "compiled": peer.compiles}
         if training is not None:
             dtype = next(training.model.parameters()).dtype  # AdamW's moments have it, too
             figures["moment_dtype"] = str(dtype).removeprefix("torch.")
             figures["attention_kernels"] = attention_kernels(
                 training, make_batches(peer.config, timing.device))
-            if peer.name == "peft":
-                figures |= describe_adapters(training)
+            figures |= peer.describe(training)
             if fastest_ms is None or figures["ms"] < fastest_ms:
                 fastest_ms = figures["ms"]
                 fastest = training if peer.takes_turns else None
@@ -367,7 +370,8 @@ def measure_lora(setting: Setting, hf_config, arms: list[str], options: Options,
         folder = Path(name)
         if setting.times_peft:
             in_bf16 = write_edit(config, "bf16", timing.device, folder)
-            peer = Peer("peft", partial(make_peft, hf_config), in_bf16, options.compile, takes_turns=True)
+            peer = Peer("peft", partial(make_peft, hf_config), in_bf16, options.compile, takes_turns=True,
+                        describe=describe_adapters)
 
         def measure_arm(arm, baseline, agreement):
             figures, training = measure.attempt(

@@ -137,7 +137,7 @@ def logits_gradient(logits, *arguments):
 
 
 def quantized_weight(module, gemm, quantization, is_first_microbatch):
-    return unquantized(getattr(module, module.weight_names[gemm]).detach())
+    return unquantized(module.weight_of(gemm).detach())
 
 
 def bf16_gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, accumulate=False):
@@ -160,7 +160,7 @@ def dequantized(x, scale_inv):
 def cast_gradient_stochastically(
         logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8_dtype):
     """Compute `fast_kernels.loss.cast_gradient` with stochastic rounding to E5M2."""
-    assert fp8_dtype == torch.float8_e5m2
+    assert fp8_dtype == torch.float8_e5m2, f"the logits' gradient is rounded to E5M2, not to {fp8_dtype}"
     gradient = logits_gradient(logits, labels, lse, factor, label_smoothing, softcap)
     largest = torch.linalg.vector_norm(gradient, ord=math.inf)
     amax.copy_(torch.maximum(amax, largest))
@@ -178,7 +178,8 @@ def round_stochastically(x, scale):
     scaled = (x * scale).clamp_(-largest, largest).half()
     bits = scaled.view(torch.int16)
     random_bytes = torch.randint_like(bits, 256)
-    bits += random_bytes.masked_fill_(scaled.isnan(), 0)  # a carry would turn NaN into 0
+    random_bytes.masked_fill_(scaled.isnan(), 0)  # a carry would turn NaN into 0
+    bits += random_bytes
     upper_bytes = (bits >> 8).to(torch.int8)
     return upper_bytes.view(torch.float8_e5m2)
 

@@ -16,8 +16,8 @@ FP8 finds them on its first batch. A part that was cut restores everything.
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
 The baseline is BF16 in all parts. An arm loads the baseline's checkpoint at `start`. A run with --start is
-also saved at the quarters before it, and runs with a later --start reuse them; a run from 0 saves none. The
-learning rate is that of the whole run of --tokens, of which `start`, `stop` and `end` are fractions.
+also saved at each quarter before `start`, where runs with a later --start continue. `start`, `stop` and `end`
+are fractions of a whole run of --tokens. The learning rate follows the schedule of that whole run.
 
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
@@ -61,8 +61,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from time import monotonic as clock  # in seconds
 from time import sleep
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 import train
@@ -132,7 +133,7 @@ class Options:
     stop: float = 1.0  # Where it stops.
     end: float | None = None  # Where the run ends. None: at --stop.
     lr: float = 1.2e-3  # Peak learning rate.
-    minutes: float = math.inf  # Save and stop within so long; the same command continues.
+    minutes: float = math.inf  # Save and stop within this time; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
     out_dir: Path = Path("out/paired")  # Folder of the runs' states.
     json: Path = Path("results/paired.json")  # Read and written.
@@ -144,13 +145,14 @@ class Options:
         return config.grad_accum * config.micro_batch_size * config.seq_len
 
     def one_length_each(self) -> list["Options"]:
-        """Return a copy of the options for each length of --tokens. `steps` is defined for such a copy."""
+        """Return a copy of the options for each length of --tokens."""
         return [replace(self, tokens=[tokens]) for tokens in self.tokens]
 
     @property
     def steps(self) -> int:
-        tokens = self.tokens[0]  # of one_length_each
-        return math.ceil(tokens / self.tokens_per_step)
+        """Steps of a whole run, for a copy of `one_length_each`."""
+        assert len(self.tokens) == 1, "--tokens has several lengths: take the copies of one_length_each"
+        return math.ceil(self.tokens[0] / self.tokens_per_step)
 
     @property
     def end_or_stop(self) -> float:
@@ -224,11 +226,23 @@ def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
 def picked_model(config: TrainConfig) -> str:
     """Return the model that a config trains on this machine."""
     device = models.pick_device(config.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
-    name, _ = models.pick_model(asdict(config), device, dtype)
+    name, _ = models.pick_model(asdict(config), device, dtype_of_weights(config, device))
     return name
+
+
+def check_model(config: TrainConfig, device) -> None:
+    """Raise ValueError if --model fast cannot train a config on this device."""
+    if config.model != "fast":
+        return
+    reason = models.fast_unsupported_reason(asdict(config), dtype_of_weights(config, device))
+    if reason:
+        raise ValueError(f"--model fast: {reason}; pass --model optimized")
+
+
+def dtype_of_weights(config: TrainConfig, device) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def stored_config(config: TrainConfig) -> dict:
@@ -284,23 +298,30 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, lim
     newest = checkpoint.latest(part.folder)
     is_saved = newest is not None and checkpoint.step_of(newest) == trained.step
     if not is_saved:  # else it was stopped before its validation
-        meta = {
+        save_part(part, trained.step, model, optimizer, {
             "losses": so_far["losses"] + trained.losses,
             "skipped_steps": so_far.get("skipped_steps", 0) + trained.skipped_steps,
             "ms_per_step": ms_so_far + ms_of_chunks(trained.times),
             "train_sha256": loader.meta["train_sha256"],
-            "weights_sha256": weights_sha256(model),
             "config": config_in_meta,
-            "model_config": asdict(model.config),
             "machine": machine,
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-        }
-        validation_file(part).unlink(missing_ok=True)  # of a checkpoint that was removed
-        with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
-            checkpoints.save(trained.step, model, optimizer, meta)
+        })
     if trained.step == part.last_step:
         write_json(validation_file(part), validation_losses(config, model, device))
+
+
+def save_part(part: Part, step: int, model, optimizer, meta: dict) -> None:
+    """Save the checkpoint of a part in place of its last one. meta: what its meta.json has besides what is
+    known of the model, the commit and the date."""
+    meta = meta | {
+        "weights_sha256": weights_sha256(model),
+        "model_config": asdict(model.config),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    validation_file(part).unlink(missing_ok=True)  # of a checkpoint that was removed
+    with checkpoint.Checkpoints(part.folder, keep=1) as checkpoints:
+        checkpoints.save(step, model, optimizer, meta)
 
 
 def weights_sha256(model) -> str:
@@ -415,7 +436,7 @@ def train_length(options: Options, limit: TimeLimit) -> bool:
                 if not is_complete(part):
                     if not limit.allows(limit.longest_start):
                         return False
-                    train_or_name(options, seed, part, source, limit)
+                    train_or_report(options, seed, part, source, limit)
                     free()
                     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
                 if not is_complete(part):
@@ -425,8 +446,8 @@ def train_length(options: Options, limit: TimeLimit) -> bool:
     return True
 
 
-def train_or_name(options: Options, seed: int, part: Part, source: Path | None, limit: TimeLimit) -> None:
-    """Train a part. If that fails, print which part it is."""
+def train_or_report(options: Options, seed: int, part: Part, source: Path | None, limit: TimeLimit) -> None:
+    """Train a part. If it fails, print which part it is, and raise its error."""
     try:
         with changes_of(part.arm):
             train_part(options, seed, part, source, limit)
@@ -484,16 +505,12 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
     if not all(is_complete(part) for part in parts):
         return None
     metas = [meta_of(part) for part in parts]
-    losses = []
-    skipped_steps = 0
-    start = options.step_at(options.start)
-    for part, meta in zip(parts, metas):
-        losses += meta["losses"]
-        skipped_steps += meta.get("skipped_steps", 0)
-        if part.last_step == start:
-            shared = meta
-        if part.first_step == start + 1:
-            window = meta  # the arm's part, or that of the baseline beside it
+    losses = [loss for meta in metas for loss in meta["losses"]]
+    skipped_steps = sum(meta.get("skipped_steps", 0) for meta in metas)
+    last_steps = [part.last_step for part in parts]
+    last_shared_part = last_steps.index(options.step_at(options.start))
+    shared = metas[last_shared_part]
+    window = metas[last_shared_part + 1]  # the arm's part, or that of the baseline beside it
     ms_per_step = window["ms_per_step"]
     last = metas[-1]
     return {
@@ -520,22 +537,29 @@ def summarize(runs: list[dict]) -> list[dict]:
     return rows
 
 
-def pairs_by_row(runs: list[dict]) -> list[list[tuple]]:
-    """Return the pairs of each row of `summarize`: (the arm's run, BF16's) for each seed that has both. Of
-    two pairs of a seed, such as those of two machines, the later one counts."""
+class Pair(NamedTuple):
+    """The records of two runs from the same weights."""
+
+    run: dict  # of an arm
+    baseline: dict  # of BF16
+
+
+def pairs_by_row(runs: list[dict]) -> list[list[Pair]]:
+    """Return the pairs of each row of `summarize`, one for each seed that has both runs. Of two pairs of a
+    seed, such as those of two machines, the later one counts."""
     baselines = baselines_of(runs)
     pairs = {}  # {(arm, *fields of PAIR): {seed: pair}}
     for run in runs:
-        baseline = baselines.get(pair_of(run))
+        baseline = baselines.get(pair_key(run))
         if run["arm"] != BASELINE and not reason_against(run, baseline):
-            key = tuple(run[name] for name in ("arm", *PAIR))
-            pairs.setdefault(key, {})[run["seed"]] = (run, baseline)
+            row_key = tuple(run[name] for name in ("arm", *PAIR))
+            pairs.setdefault(row_key, {})[run["seed"]] = Pair(run, baseline)
     return [list(of_seeds.values()) for of_seeds in pairs.values()]
 
 
 def baselines_of(runs: list[dict]) -> dict:
-    """Return {pair_of(run): BF16's run}."""
-    return {pair_of(run): run for run in runs if run["arm"] == BASELINE}
+    """Return {pair_key(run): BF16's run}."""
+    return {pair_key(run): run for run in runs if run["arm"] == BASELINE}
 
 
 def reason_against(run: dict, baseline: dict | None) -> str:
@@ -543,7 +567,7 @@ def reason_against(run: dict, baseline: dict | None) -> str:
     if baseline is None:
         return "there is no BF16 run from the same weights"
     start = round(run["start"] * run["steps"])
-    if str(run["losses"][:start]) != str(baseline["losses"][:start]):  # str: NaN is equal to NaN
+    if not same_losses(run["losses"][:start], baseline["losses"][:start]):
         return "BF16 has other losses before its start"
     for one in (run, baseline):
         if not math.isfinite(training_loss(one)) or not math.isfinite(one["val_loss"]):
@@ -551,18 +575,26 @@ def reason_against(run: dict, baseline: dict | None) -> str:
     return ""
 
 
-def lines_about_others(runs: list[dict]) -> list[str]:
-    """Return a line for each run of an arm that is in no row."""
+def same_losses(ours: list[float], theirs: list[float]) -> bool:
+    """Return whether two runs have the same losses. NaN is equal to NaN."""
+    return np.array_equal(ours, theirs, equal_nan=True)
+
+
+def lines_about_left_out(runs: list[dict]) -> list[str]:
+    """Return a line for each run of an arm that has no pair, with the reason."""
     baselines = baselines_of(runs)
     lines = []
     for run in runs:
-        if run["arm"] != BASELINE and (reason := reason_against(run, baselines.get(pair_of(run)))):
+        if run["arm"] == BASELINE:
+            continue
+        reason = reason_against(run, baselines.get(pair_key(run)))
+        if reason:
             lines.append(f"{run['size']} seed {run['seed']} {run['arm']}, {run['tokens']:,} tokens from "
                          f"{run['start']:g} to {run['stop']:g}: left out, {reason}")
     return lines
 
 
-def row_of(pairs: list[tuple]) -> dict:
+def row_of(pairs: list[Pair]) -> dict:
     """Return the mean differences of an arm from BF16 over the seeds, in nats, with their 95 % intervals."""
     training = [training_loss(run) - training_loss(baseline) for run, baseline in pairs]
     validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in pairs]
@@ -570,7 +602,7 @@ def row_of(pairs: list[tuple]) -> dict:
     without_fp8 = [run["val_loss_without_fp8"] - baseline["val_loss"] for run, baseline in pairs
                    if run.get("val_loss_without_fp8") is not None]
     baseline_loss = statistics.mean(training_loss(baseline) for _, baseline in pairs)
-    first_run, _ = pairs[0]
+    first_run = pairs[0].run
     return {name: first_run[name] for name in ("arm", *PAIR)} | {
         "seeds": len(pairs), "baseline_training_loss": baseline_loss,
         "training": statistics.mean(training), "training_interval": interval_of(training),
@@ -592,7 +624,7 @@ def interval_of(values: list[float]) -> list[float] | None:
     return [mean - half, mean + half]
 
 
-def median_speed(pairs: list[tuple]) -> float | None:
+def median_speed(pairs: list[Pair]) -> float | None:
     """Return BF16's time per step over the arm's, the median of the pairs that were timed on one kind of
     machine; None if none was, because the parts were too short or on different ones."""
     ratios = []
@@ -602,21 +634,24 @@ def median_speed(pairs: list[tuple]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def pair_of(run: dict) -> tuple:
-    """Return the values that a run shares with its baseline. Older records have no "shared_weights"."""
-    return (*(run[name] for name in ("seed", *PAIR)), run.get("shared_weights"))
+def pair_key(run: dict) -> tuple:
+    """Return the values that a run shares with its baseline."""
+    values = [run[name] for name in ("seed", *PAIR)]
+    return *values, run.get("shared_weights")  # which older records do not have
 
 
 def training_loss(run: dict) -> float:
-    """Return the mean training loss of the last steps, as many as a tenth of the whole run has, also where
-    the run ends earlier, but at most as many as the arm has: --stop 0.25 of 344 steps takes the last 34 of
-    86 steps, and --start 0.5 --stop 0.55 the last 17 of 189."""
+    """Return the mean training loss of a run's last steps.
+
+    Their number is a tenth of the whole run's, and at most the arm's. With 344 steps --stop 0.25 trains 86,
+    of which the last 34 count; --start 0.5 --stop 0.55 trains 189, of which the arm's 17 count.
+    """
     arm_steps = round(run["stop"] * run["steps"]) - round(run["start"] * run["steps"])
     count = max(1, min(run["steps"] // 10, arm_steps))
     return statistics.mean(run["losses"][-count:])
 
 
-def speed_to_equal_loss(row: dict, pairs: list[tuple], others: list[list[tuple]]) -> tuple:
+def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) -> tuple:
     """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss, and its
     interval, that of the gap.
 
@@ -651,24 +686,24 @@ def speed_to_equal_loss(row: dict, pairs: list[tuple], others: list[list[tuple]]
     return speed, None if None in interval else interval
 
 
-def is_other_length(other: list[tuple], pairs: list[tuple]) -> bool:
+def is_other_length(other: list[Pair], pairs: list[Pair]) -> bool:
     """Return whether the pairs of two rows differ in the number of tokens alone."""
     same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-    other_run, _ = other[0]
-    run, _ = pairs[0]
+    other_run = other[0].run
+    run = pairs[0].run
     return other_run["tokens"] != run["tokens"] and all(other_run[name] == run[name] for name in same)
 
 
-def baseline_falls(pairs: list[tuple], other: list[tuple]) -> list[float]:
+def baseline_falls(pairs: list[Pair], other: list[Pair]) -> list[float]:
     """Return how much lower BF16's loss is in another row, for each seed that both have."""
     losses = {baseline["seed"]: training_loss(baseline) for _, baseline in other}
     return [training_loss(baseline) - losses[baseline["seed"]] for _, baseline in pairs
             if baseline["seed"] in losses]
 
 
-def log_of_tokens(other: list[tuple], pairs: list[tuple]) -> float:
+def log_of_tokens(other: list[Pair], pairs: list[Pair]) -> float:
     """Return the log of how many times as many tokens another row has."""
-    return math.log(other[0][0]["tokens"] / pairs[0][0]["tokens"])
+    return math.log(other[0].run["tokens"] / pairs[0].run["tokens"])
 
 
 def main_table(rows: list[dict]) -> str:
@@ -728,8 +763,9 @@ def check_machine(options: Options, arm: str) -> None:
     """Raise ValueError if this machine cannot train an arm."""
     try:
         config = config_of(options.one_length_each()[0], arm, seed=1)
-        recipes.check_machine(config, models.pick_device(config.device))
-        picked_model(config)
+        device = models.pick_device(config.device)
+        recipes.check_machine(config, device)
+        check_model(config, device)
     except ValueError as error:
         raise ValueError(f"--arms {arm}: {error}") from None
 
@@ -772,8 +808,8 @@ def add_runs(options: Options, argv) -> list[dict]:
                 record = run_record(single, arm, seed)
                 if record is not None:
                     new.append(record)
-    new_keys = [(run["arm"], pair_of(run)) for run in new]
-    kept = [run for run in document["runs"] if (run["arm"], pair_of(run)) not in new_keys]
+    new_keys = [(run["arm"], pair_key(run)) for run in new]
+    kept = [run for run in document["runs"] if (run["arm"], pair_key(run)) not in new_keys]
     command = command_line("bench/paired.py", argv)
     commands = document["commands"]
     if command not in commands:
@@ -781,7 +817,7 @@ def add_runs(options: Options, argv) -> list[dict]:
     rows = summarize(kept + new)
     if new:
         write_json(options.json, {"commands": commands, "pairs": rows, "runs": kept + new})
-    for line in lines_about_others(kept + new):
+    for line in lines_about_left_out(kept + new):
         print(line)
     return rows
 

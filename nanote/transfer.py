@@ -125,7 +125,7 @@ def remember_base(model, weights: dict, base: Path, names_in_base) -> None:
               if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
     model.base_of_adapters = adapters.Base(base, checksum, frozenset(frozen & names_in_base))
     if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
-        print(f"  {base}: the adapters need this checkpoint, and a --resume of its run would delete it; "
+        print(f"  {base}: the adapters need this checkpoint, and a --resume of its run may delete it; "
               "resume a copy of that run")
 
 

@@ -151,7 +151,7 @@ def test_runs_from_other_weights_are_no_pair():
         run_of("fp8", 1, float("nan")) | {"shared_weights": "b"}]
     row, = paired.summarize(runs)
     assert row["seeds"] == 1 and row["training"] == pytest.approx(0.1)
-    assert [line.partition("left out, ")[2] for line in paired.lines_about_others(runs)] == [
+    assert [line.partition("left out, ")[2] for line in paired.lines_about_left_out(runs)] == [
         "there is no BF16 run from the same weights", "the loss of fp8 is not finite at its end"]
     window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
     assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []

@@ -5,6 +5,7 @@ weight + lora_alpha / lora_rank · b @ a. PEFT has an adapter for each of q, k, 
 copy of the a that they share here, and its rows of b.
 """
 import json
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -83,11 +84,13 @@ def read_base(folder: Path, masters: bool, rows: int) -> tuple[Mapping[str, torc
 class MergedWeights(LazyTensors):
     """The weights of a base, to which adapters are added in float32: {name: tensor}.
 
-    base, shapes: as `read_base` returns them; adapters among them are left out. dtype: of the tensors
-        returned; None: as the base has them.
+    base: the weights of a run that its base lacks, and those of the base, as `read_base` returns them.
+        Adapters among them are left out.
+    shapes: {name: shape} of both.
+    dtype: of the tensors returned; None: as the base has them.
     """
 
-    def __init__(self, base: Mapping[str, torch.Tensor], shapes: dict, added: Adapters,
+    def __init__(self, base: ChainMap[str, torch.Tensor], shapes: dict, added: Adapters,
                  dtype: torch.dtype | None):
         self.base = base
         self.added = added
@@ -105,7 +108,13 @@ class MergedWeights(LazyTensors):
         return weight if self.dtype is None else weight.to(self.dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype or self.base[name].dtype
+        """Return the dtype of a tensor without reading it."""
+        if self.dtype is not None:
+            return self.dtype
+        weights = next(weights for weights in self.base.maps if name in weights)
+        if isinstance(weights, RunWeights):
+            return weights.dtype_of(name)
+        return weights[name].dtype  # in memory
 
 
 # ---------------------------------------------------------------- a folder of PEFT

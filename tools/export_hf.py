@@ -181,7 +181,7 @@ def weights_to_write(source: Path, base: Path, added, scales: dict, dtype: str, 
         source: the checkpoint to export.
         base: the folder of the base of its adapters; `source` if it has none.
         added: the adapters of the run; None if it has none.
-        scales: {name: scale} of the weights that are written in FP8.
+        scales: {name: Scales} of the weights that are written in FP8.
         dtype: of ExportConfig.
         rows: of the embedding.
     """
@@ -323,7 +323,8 @@ def load_exported(folder: Path, dtype: torch.dtype):
     return model
 
 
-def write_folder(folder: Path, weights: LazyTensors, scales: dict, config, vocab_size: int, tokenizer) -> None:
+def write_folder(
+        folder: Path, weights: LazyTensors, scales: dict, config, vocab_size: int, tokenizer) -> None:
     """Write weights and scales, config, generation config and tokenizer."""
     tensors = hf_weights.to_hf(weights, config, vocab_size)
     write_shards(folder, itertools.chain(tensors, fp8_folders.scale_tensors(scales, config)))
