@@ -1,5 +1,6 @@
 """bench/fp8_arms.py: which operands of which GEMMs are in FP8, and how they are rounded."""
 
+import functools
 import json
 from contextlib import nullcontext
 
@@ -56,7 +57,8 @@ def test_one_operand_of_a_linear_layer_is_quantized(operand):
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # the order of sums
 
 
-def run_model(arm, monkeypatch, use_fp8=True):
+@functools.cache
+def run_model(arm, use_fp8=True):
     """Return (operand a, operand b) of each FP8 GEMM of a training pass, and {name: gradient}. arm None: FP8
     as it is."""
     torch.manual_seed(1)
@@ -64,7 +66,7 @@ def run_model(arm, monkeypatch, use_fp8=True):
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     operands = []
     changes = fp8_arms.changed(arm) if arm else nullcontext()
-    with changes, monkeypatch.context() as patch:
+    with changes, pytest.MonkeyPatch.context() as patch:
         gemm = fused.gemm
 
         def recorded(a, a_scale_inv, b, b_scale_inv, *arguments, **options):
@@ -79,9 +81,9 @@ def run_model(arm, monkeypatch, use_fp8=True):
 
 
 @pytest.mark.parametrize("operand", ONE_OPERAND)
-def test_one_operand_of_each_gemm_of_a_model_is_quantized(operand, monkeypatch):
+def test_one_operand_of_each_gemm_of_a_model_is_quantized(operand):
     """5 layers: 4 of the block, and lm_head."""
-    operands, gradients = run_model(f"fp8-{operand}", monkeypatch)
+    operands, gradients = run_model(f"fp8-{operand}")
     fp8_dtype = torch.float8_e5m2 if operand == "gradients" else torch.float8_e4m3fn
     expected = []
     for kinds in GEMMS:
@@ -90,12 +92,12 @@ def test_one_operand_of_each_gemm_of_a_model_is_quantized(operand, monkeypatch):
     found = [(a.dtype, b.dtype) for a, b in operands]
     assert found == 5 * [forward] + 5 * [dgrad, wgrad]
     # the first GEMM has the operands of the arm fp8
-    fp8_operands, _ = run_model(None, monkeypatch)
+    fp8_operands, _ = run_model(None)
     for kind, own, fp8 in zip(GEMMS[0], operands[0], fp8_operands[0]):
         if kind == operand:
             assert torch.equal(own.view(torch.uint8), fp8.view(torch.uint8))
     # and gradients are BF16's, but for the rounding
-    _, bf16_gradients = run_model(None, monkeypatch, use_fp8=False)
+    _, bf16_gradients = run_model(None, use_fp8=False)
     for name, gradient in gradients.items():
         error = (gradient - bf16_gradients[name]).norm() / bf16_gradients[name].norm()
         assert error < 0.15, name
@@ -206,12 +208,12 @@ def test_an_arm_of_a_study_trains_with_its_change(tmp_path, tokens, monkeypatch)
     """In Triton's interpreter, the second of two steps, from the weights of BF16."""
     assert paired.CHANGED_FP8 == tuple(fp8_arms.CHANGES)
     monkeypatch.delenv("NANOTE_ENGINE")
-    tiny = dict(dtype="bfloat16", n_layer=1, seq_len=16, grad_accum=1, eval_tokens=64)
+    tiny = dict(dtype="bfloat16", n_layer=1, seq_len=16, micro_batch_size=1, grad_accum=1, eval_tokens=16)
     monkeypatch.setitem(paired.SIZES, "tiny", paired.SIZES["tiny"] | tiny)
     monkeypatch.setitem(paired.ARMS, "fp8", dict(model="fast"))
     path = tmp_path / "paired.json"
     code = paired.main([
-        "--size", "tiny", "--tokens", "128", "--start", "0.5", "--seeds", "1",
+        "--size", "tiny", "--tokens", "32", "--start", "0.5", "--seeds", "1",
         "--arms", "fp8", "fp8-gradients", "--data", str(tokens),
         "--out-dir", str(tmp_path), "--json", str(path)])
     assert code == 0

@@ -24,7 +24,7 @@ from nanote import logs
 from nanote.options import read_config
 from test_commands import COMMANDS as SCRIPTS
 from test_pages import PAGES_OF_TODAY, ROOT
-from trainer_tools import exit_code, make_tokens, run_script
+from trainer_tools import exit_code, make_tokens, python_block, run_script
 
 TEXTS = {page.name: page.read_text() for page in PAGES_OF_TODAY}
 TEXT = "\n".join(TEXTS.values())
@@ -66,6 +66,8 @@ A_RUN = [
     ("python data.py sft pairs.jsonl --tokenizer gpt2", f"{BYTES} --out-dir data/pairs-gpt2", None),
     ("python train.py --config out/base/config.json --init-from out/base --data data/pairs-gpt2 --lr 1e-5",
      "", None),
+    ("python train.py --config out/base/config.json --init-from out/base --model half.py:HalfFrozen",
+     "", None),
     ('python sample.py out/qwen --prompt "Once upon a time"', TWO_TOKENS, ""),
     ("python sample.py out/qwen --score held_out.txt", "", ""),
     ("python data.py text notes/a.txt --tokenizer hf:models/Qwen3-0.6B --out-dir data/mine", BYTES, None),
@@ -77,7 +79,12 @@ A_RUN = [
     ("python train.py --config out/qwen-base/config.json --init-from out/qwen-base "
      "--data data/chats-Qwen3-0.6B --out-dir out/lora --model my_model.py:FastGPT2Model "
      "--set lora_rank=16 --set lora_alpha=32 --set lora_base=fp8 --lr 1e-4",
-     "--data data/pairs-gpt2 --model my_optimized.py:OptimizedGPT2Model", None),
+     "--data data/pairs-gpt2 --model my_optimized.py:OptimizedGPT2Model --max-steps 1 --out-dir out/hopper",
+     None),
+    ("python train.py --config out/qwen-base/config.json --init-from out/qwen-base "
+     "--data data/chats-Qwen3-0.6B --out-dir out/lora --model my_optimized.py:OptimizedGPT2Model "
+     "--set lora_rank=16 --set lora_alpha=32 --set lora_base=fp8 --lr 1e-4",
+     "--data data/pairs-gpt2", None),
     ('python sample.py out/lora --model my_optimized.py:OptimizedGPT2Model --prompt "Once upon a time"',
      TWO_TOKENS, None),
 ]
@@ -255,6 +262,7 @@ def make_world(monkeypatch, folder):
     for path in (Path("my_model.py"), Path("path/to/my_model.py"), Path("notes/a.txt")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(own_model)
+    Path("half.py").write_text(python_block("changing_the_model.md", "HalfFrozen"))
     Path("held_out.txt").write_text("a sentence\n" * 5)
     Path("pairs.jsonl").write_text('{"prompt": "a question", "answer": "an answer"}\n' * 200)
     Path("build.log").write_text("fatal error: Python.h: No such file or directory\n")
