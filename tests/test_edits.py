@@ -60,8 +60,9 @@ def build(tmp_path, monkeypatch):
     return build
 
 
-def make_batch():
-    tokens = torch.randint(64, (2, 17), device=DEVICE)
+def make_batch(length=16 if HAS_GPU else 8):
+    # in Triton's interpreter each token takes time
+    tokens = torch.randint(64, (2, length + 1), device=DEVICE)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -120,7 +121,7 @@ def test_what_each_edit_does(model, build):
 @pytest.mark.parametrize("model", [*MODELS, "compiled"])
 @torch.no_grad()
 def test_edits_of_loss_and_attention(model, build):
-    ids, labels = make_batch()
+    ids, labels = make_batch(length=16)
     labels[0, :3] = -100
     capped = build(model, "soft_cap", **PLAIN, softcap=0.125)
     assert 0.02 < capped(ids).abs().max() <= 0.125

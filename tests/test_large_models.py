@@ -145,13 +145,15 @@ def test_weights_are_read_one_at_a_time(config):
 
 @on_cpu
 def test_a_step_has_one_block_in_high_precision(config):
+    """te_reference dequantizes it to float32, which is 2 BLOCK. With activations, and gradients of adapters,
+    3.37 BLOCK are measured; a second block would be 2 more."""
     batches = make_batches(config, CPU)
     with PeakBytes() as memory:
         training = Training(config, CPU, batches)
         training(batches, 1e-5)  # makes the optimizer's state
         memory.peak = before = memory.now
         training(batches, 1e-5)
-    assert memory.peak - before < LAYERS / 2 * BLOCK  # with activations, and gradients of adapters
+    assert memory.peak - before < 3.5 * BLOCK
 
 
 def is_as_large_as_a_weight(tensor):
