@@ -25,8 +25,8 @@ from fast_kernels.library import ceil_div
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
-# Tables per parameter group that are ready for captures. A captured step takes 2: gradient_norm and step call
-# `prepare`, which refills them outside captures. A capture raises RuntimeError if none is left.
+# Tables per parameter group that are ready for captures. A graph takes one for each set of gradients that it
+# makes. `prepare` refills them outside captures. A capture raises RuntimeError if none is left.
 SPARES = 4
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -425,14 +425,22 @@ class FastAdam(torch.optim.Optimizer):
         and `pointers` be that table: steps from Python and other graphs write to `table`."""
         rows = rows.view(-1, ROW_SIZE.value)
         if self._is_capturing():
-            if not arguments.spares:
-                self._refuse_while_capturing()
-            pinned, arguments.pointers = arguments.spares.pop()
-            arguments.pointers.copy_(pinned.copy_(rows), non_blocking=True)
-            arguments.captured.append((pinned, arguments.pointers))
+            pinned, arguments.pointers = self._captured_pair(arguments, rows)
+            arguments.pointers.copy_(pinned, non_blocking=True)
             return
         arguments.table.copy_(rows)
         arguments.addresses = addresses
+
+    def _captured_pair(self, arguments, rows):
+        """Return the (rows in pinned memory, table) pair of graphs with these rows."""
+        for pair in arguments.captured:
+            if torch.equal(pair[0], rows):  # a graph writes them again, and those of others stay right
+                return pair
+        if not arguments.spares:
+            self._refuse_while_capturing()
+        pinned, table = arguments.spares.pop()
+        arguments.captured.append((pinned.copy_(rows), table))
+        return arguments.captured[-1]
 
     def _add_spares(self, arguments):
         table = arguments.table
@@ -494,7 +502,8 @@ class FastAdam(torch.optim.Optimizer):
     def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self._is_capturing():
             raise RuntimeError("FastAdam: gradients or hyperparameters have changed since the last "
-                               "prepare(); call prepare() before the CUDA graph is captured")
+                               "prepare(); call prepare() before the CUDA graph is captured, in which "
+                               f"{SPARES} sets of gradients may be new")
 
     # ------------------------------------------------------------ an update that several optimizers divide
 
