@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from nanote.tokens import sha256
 
 MARK = "lora_"  # in the name of each parameter of an adapter
@@ -21,6 +23,7 @@ class Base(NamedTuple):
     folder: Path  # a step-<n>, or a folder of Hugging Face
     sha256: str  # of `checksum_of_weights`
     names: frozenset[str]  # of the weights that are read from it
+    dtype: torch.dtype  # of the run's weights when it began, to which those of the base were rounded
 
 
 def trains_only_adapters(model) -> bool:
@@ -48,7 +51,13 @@ def base_meta(model, run_dir) -> dict:
     folder = base.folder.resolve()
     # for a run that was moved together with its base
     from_run = os.path.relpath(folder, Path(run_dir).resolve())
-    return {"base": {"folder": str(folder), "folder_from_run": from_run, "sha256": base.sha256}}
+    return {"base": {"folder": str(folder), "folder_from_run": from_run, "sha256": base.sha256,
+                     "dtype": str(base.dtype).removeprefix("torch.")}}
+
+
+def dtype_of_base(meta: dict) -> torch.dtype:
+    """Return the dtype to which a run rounded the weights of its base. meta: of its checkpoint."""
+    return getattr(torch, meta["base"]["dtype"])
 
 
 def find_base(checkpoint_folder, meta: dict) -> Path | None:

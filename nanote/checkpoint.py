@@ -315,8 +315,9 @@ def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
     if base is not None:
         stored_base = open_base(base, remaining, open_hf_folder)
         base_names = names_in_base(stored_base, remaining, reader)
-        load_base(stored_base, base_names, remaining, dtype_of_weights(reader))
-        model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], base_names)
+        dtype = adapters.dtype_of_base(meta)
+        load_base(stored_base, base_names, remaining, dtype)
+        model.base_of_adapters = adapters.Base(base, meta["base"]["sha256"], base_names, dtype)
         remaining = {name: weight for name, weight in remaining.items() if name not in base_names}
     check_weights(folder, reader.entries, remaining)
     if optimizer is None:
@@ -394,18 +395,12 @@ def names_in_base(base: StoredWeights, weights: dict, reader: "TensorReader") ->
     return frozenset((base.shapes.keys() & weights.keys()) - in_checkpoint)
 
 
-def dtype_of_weights(reader: "TensorReader") -> torch.dtype:
-    """Return the dtype of a run's weights: that of the first one in its checkpoint."""
-    entries = under_prefix(reader.entries, "model.")
-    return next(iter(entries.values())).properties.dtype
-
-
 @torch.no_grad()
 def load_base(base: StoredWeights, names: frozenset[str], weights: dict, dtype: torch.dtype) -> None:
     """Copy the weights of these names from the base of adapters to a model. Collective.
 
     weights: {name: tensor} of the model.
-    dtype: of the run's weights. Each weight is rounded to it before it is copied, as when the run began.
+    dtype: of the run's weights when it began. Each weight is rounded to it first, as it was then.
         Without this rounding a resume in a model of another dtype would not be exact.
     """
     for name, value, master in base.read():

@@ -123,7 +123,8 @@ def remember_base(model, weights: dict, base: Path, names_in_base) -> None:
     checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
     frozen = {name for name, tensor in weights.items()
               if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
-    model.base_of_adapters = adapters.Base(base, checksum, frozenset(frozen & names_in_base))
+    dtype = next(model.parameters()).dtype
+    model.base_of_adapters = adapters.Base(base, checksum, frozenset(frozen & names_in_base), dtype)
     if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
         print(f"  {base}: the adapters need this checkpoint, and a --resume of its run may delete it; "
               "resume a copy of that run")

@@ -15,7 +15,7 @@ import train
 from hf_folders import make_model, make_tokenizer
 from nanote import checkpoint, recipes, trained_model
 from nanote.tokens import write_tokens
-from tools import export_hf, import_hf
+from tools import adapter_weights, export_hf, import_hf
 from trainer_tools import losses, metrics, python_block, run_script, run_train, sign, write_edit
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -284,3 +284,36 @@ def test_weights_that_only_a_run_of_adapters_has_are_kept(tokens):
     assert run_train(f"--resume --out-dir two {LORA}", tokens) == 0
     assert metrics("two") == expected
     export_hf.export(checkpoint.find("two"), Path("hf"), model_name=NAME)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_base_is_rounded_as_when_the_run_began(tokens, capsys):
+    """Also after a resume in another dtype, whose checkpoints have it."""
+    run = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --init-from base --out-dir mixed"
+    assert run_train(f"{run} --max-steps 2", tokens) == 0
+    assert run_train(f"--resume --out-dir mixed {LORA} --dtype float32 --max-steps 4", tokens) == 0
+    capsys.readouterr()
+    assert run_train(f"--eval-only --out-dir mixed {LORA}", tokens) == 0
+    assert f"{losses('mixed', 'val_loss')[-1]:.4f}" in capsys.readouterr().out
+    meta = checkpoint.read_meta("mixed/step-4")
+    model = trained_model.load_run(Path("mixed/step-4"), meta, NAME, "cpu", torch.float32)
+    weight = model.blocks[0].attn.qkv.weight
+    assert torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_an_export_with_wrong_adapters_is_refused(factor, tokens, monkeypatch):
+    """Also if they change the logits by a few percent only."""
+    options = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --init-from base --lr 3e-4 --out-dir strong"
+    assert run_train(options, tokens) == 0
+    pair = adapter_weights.Adapters.pair
+
+    def scaled(added, name):
+        found = pair(added, name)
+        return found and (found[0], factor * found[1])
+
+    monkeypatch.setattr(adapter_weights.Adapters, "pair", scaled)
+    with pytest.raises(ValueError, match="logits .* differ by up to"):
+        export_hf.export(checkpoint.find("strong"), Path("hf"), model_name=NAME)
+    assert not Path("hf").exists()

@@ -88,24 +88,26 @@ class MergedWeights(LazyTensors):
         Adapters among them are left out.
     shapes: {name: shape} of both.
     dtype: of the tensors returned; None: as the base has them.
+    trained_beside: the dtype to which the run rounded the weights of its base; None: it has no other base.
     """
 
     def __init__(self, base: ChainMap[str, torch.Tensor], shapes: dict, added: Adapters,
-                 dtype: torch.dtype | None):
+                 dtype: torch.dtype | None, trained_beside: torch.dtype | None):
         self.base = base
+        self.trained_beside = trained_beside
         self.added = added
         self.dtype = dtype
         self.names = dict.fromkeys(name for name in base if adapters.MARK not in name)
         self.shapes = shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self.base[name]
+        stored = self.base[name]
+        weight = stored if self.trained_beside is None else stored.to(self.trained_beside)
         if pair := self.added.pair(name):
             a, b = pair
             scale = self.added.alpha / self.added.rank
-            merged = weight.float() + scale * b.float() @ a.float()
-            return merged.to(self.dtype or weight.dtype)
-        return weight if self.dtype is None else weight.to(self.dtype)
+            weight = weight.float() + scale * b.float() @ a.float()
+        return weight.to(self.dtype or stored.dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor without reading it."""
