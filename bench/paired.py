@@ -316,6 +316,8 @@ def save_part(part: Part, step: int, model, optimizer, meta: dict) -> None:
     meta = meta | {
         "weights_sha256": weights_sha256(model),
         "model_config": asdict(model.config),
+        "model": type(model).__name__,
+        "torch": torch.__version__,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
@@ -499,6 +501,9 @@ def wait_for(processes: list[subprocess.Popen]) -> None:
 
 # ---------------------------------------------------------------- what they show
 
+ORIGIN = ("machine", "model", "torch", "commit", "date")  # recorded of the window's part of a run
+
+
 def run_record(options: Options, arm: str, seed: int) -> dict | None:
     """Return the record of a run for the JSON, None if the run is not complete."""
     parts = parts_of_run(options, arm, seed)
@@ -522,7 +527,7 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
         "losses": [round(loss, 6) for loss in losses], "skipped_steps": skipped_steps,
         "val_loss": last["val_loss"], "val_loss_without_fp8": last.get("val_loss_without_fp8"),
-        "machine": window["machine"], "commit": last["commit"], "date": last.get("date")}
+        **{name: window.get(name) for name in ORIGIN}}
 
 
 def summarize(runs: list[dict]) -> list[dict]:
@@ -534,7 +539,25 @@ def summarize(runs: list[dict]) -> list[dict]:
         speed, interval = speed_to_equal_loss(row, pairs, others)
         row["speed_to_equal_loss"] = speed
         row["speed_to_equal_loss_interval"] = interval
+        row["diverged_seeds"] = diverged_seeds(row, runs)
     return rows
+
+
+def diverged_seeds(row: dict, runs: list[dict]) -> list[int]:
+    """Return the seeds that a row leaves out, since a loss is not finite at the end."""
+    baselines = baselines_of(runs)
+    seeds = []
+    for run in runs:
+        baseline = baselines.get(pair_key(run))
+        is_of_row = all(run[name] == row[name] for name in ("arm", *PAIR))
+        if is_of_row and baseline and not (is_finite(run) and is_finite(baseline)):
+            seeds.append(run["seed"])
+    return seeds
+
+
+def is_finite(run: dict) -> bool:
+    """Return whether the losses at the end of a run are finite."""
+    return math.isfinite(training_loss(run)) and math.isfinite(run["val_loss"])
 
 
 class Pair(NamedTuple):
@@ -570,7 +593,7 @@ def reason_against(run: dict, baseline: dict | None) -> str:
     if not same_losses(run["losses"][:start], baseline["losses"][:start]):
         return "BF16 has other losses before its start"
     for one in (run, baseline):
-        if not math.isfinite(training_loss(one)) or not math.isfinite(one["val_loss"]):
+        if not is_finite(one):
             return f"the loss of {one['arm']} is not finite at its end"
     return ""
 
@@ -715,12 +738,17 @@ def main_table(rows: list[dict]) -> str:
         lines.append([
             f"`{row['arm']}`", row["size"], f"{row['tokens']:,}",
             f"{row['start']:g} to {row['stop']:g} of {row['end']:g}",
-            str(row["seeds"]), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
+            describe_seeds(row), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
             f"{row['training_percent']:+.2f}", f"{row['validation']:+.4f}",
             describe_interval(row["validation_interval"]), describe_ratio(row["speed"]),
             describe_ratio(row["speed_to_equal_loss"]),
             describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}")])
     return markdown(titles, lines)
+
+
+def describe_seeds(row: dict) -> str:
+    diverged = len(row["diverged_seeds"])
+    return f"{row['seeds']}, {diverged} more diverged" if diverged else str(row["seeds"])
 
 
 def describe_interval(interval: list[float] | None, number: str = "{:+.4f}") -> str:

@@ -153,6 +153,10 @@ def test_runs_from_other_weights_are_no_pair():
     assert row["seeds"] == 1 and row["training"] == pytest.approx(0.1)
     assert [line.partition("left out, ")[2] for line in paired.lines_about_left_out(runs)] == [
         "there is no BF16 run from the same weights", "the loss of fp8 is not finite at its end"]
+    assert row["diverged_seeds"] == [1]  # the run from the weights "b"
+    diverged = run_of("fp8", 2, float("nan")) | {"shared_weights": "b"}
+    row, = paired.summarize([*runs[:2], run_of("bf16", 2, 3.0) | {"shared_weights": "b"}, diverged])
+    assert row["seeds"] == 1 and row["diverged_seeds"] == [2]
     window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
     assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
 
