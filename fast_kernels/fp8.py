@@ -61,6 +61,9 @@ class Float8Tensor(torch.Tensor):
     def __init__(self, rowwise, columnwise, scale_inv, dtype=torch.bfloat16):
         self.rowwise, self.columnwise, self.scale_inv = rowwise, columnwise, scale_inv
 
+    def fp8_data(self):
+        return FP8Data(self.rowwise, self.columnwise, self.scale_inv)
+
     def alias(self):
         """Return the same tensor, outside autograd's graph."""
         return Float8Tensor(self.rowwise, self.columnwise, self.scale_inv, self.dtype)

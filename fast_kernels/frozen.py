@@ -39,9 +39,6 @@ class FrozenWeight(Float8Tensor):
         super().__init__(*data, dtype)
         self.scale = scale  # (1,) float32, of which data.scale_inv is the reciprocal
 
-    def fp8_data(self):
-        return FP8Data(self.rowwise, self.columnwise, self.scale_inv)
-
     @torch.no_grad()
     def copy_(self, values, non_blocking=False, *, scale=None):
         """Quantize values (out, in).

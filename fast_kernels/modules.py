@@ -29,7 +29,7 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import attention, sdpa
-from fast_kernels.fp8 import Float8Tensor, FP8Data, Quantization, gradient_dtype
+from fast_kernels.fp8 import Float8Tensor, Quantization, gradient_dtype
 from fast_kernels.frozen import FrozenWeight, make_frozen_weight
 from fast_kernels.fused import LinearPass, Stream
 from fast_kernels.library import unsupported_reason
@@ -499,7 +499,7 @@ class Module(CheckedOptions, nn.Module):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
         weight = self.weight_of(gemm)
         if isinstance(weight, Float8Tensor):  # frozen, or gathered in FP8
-            return FP8Data(weight.rowwise, weight.columnwise, weight.scale_inv)
+            return weight.fp8_data()
         name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]

@@ -39,12 +39,15 @@ def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None
     stored = checkpoint.open_weights(folder, like=weights)
     base = parallel.on_rank0(lambda: adapters.find_base(folder, meta))
     names_in_base = stored.shapes.keys()
+    base_sha256 = None
     if base is not None:  # the run has adapters of it
         stored_base = checkpoint.open_base(base, weights, open_hf_folder)
         names_in_base = stored_base.shapes.keys() - stored.shapes.keys()
+        base_sha256 = meta["base"]["sha256"]  # `find_base` has compared it
         stored = with_base(stored_base, stored)
     has_same_tensors = start_from_weights(
-        config, model, optimizer, stored, meta["model_config"], base or folder, names_in_base)
+        config, model, optimizer, stored, meta["model_config"], base or folder, names_in_base,
+        base_sha256)
     if not has_same_tensors:
         return {}
     recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
@@ -61,13 +64,14 @@ def with_base(base: StoredWeights, adapters_alone: StoredWeights) -> StoredWeigh
 
 @torch.no_grad()
 def start_from_weights(config, model, optimizer, stored: StoredWeights, source_config: dict,
-                       base: Path, names_in_base=None) -> bool:
+                       base: Path, names_in_base=None, base_sha256=None) -> bool:
     """Copy the weights of --init-from to a new run's model, one at a time. Print which were found, and return
     whether the source and the model have the same tensor names. Collective.
 
     source_config: the fields of the config of the source's model.
     base: the folder of the weights, which a run of adapters does not store again.
     names_in_base: names of the weights stored in `base`; None: all.
+    base_sha256: its `checksum_of_weights`, which reads all its files; None: not known.
     """
     source = config.init_from
     weights = weights_of(model)
@@ -80,7 +84,7 @@ def start_from_weights(config, model, optimizer, stored: StoredWeights, source_c
     if adapters.trains_only_adapters(model):
         if names_in_base is None:
             names_in_base = stored.shapes.keys()
-        remember_base(model, weights, base, names_in_base)
+        remember_base(model, weights, base, names_in_base, base_sha256)
     return stored.shapes.keys() == weights.keys()
 
 
@@ -114,17 +118,19 @@ def copy_weights(stored: StoredWeights, weights: dict, optimizer) -> dict[str, t
     return trained
 
 
-def remember_base(model, weights: dict, base: Path, names_in_base) -> None:
+def remember_base(model, weights: dict, base: Path, names_in_base, base_sha256) -> None:
     """Set `base_of_adapters` of a model that trains only adapters. Print that its run needs the base.
     Collective.
 
-    weights: {name: tensor} of the model. names_in_base: names of the weights stored in `base`.
+    weights: {name: tensor} of the model. names_in_base, base_sha256: see `start_from_weights`.
     """
-    checksum = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
+    if base_sha256 is None:
+        base_sha256 = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
     frozen = {name for name, tensor in weights.items()
               if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
     dtype = next(model.parameters()).dtype
-    model.base_of_adapters = adapters.Base(base, checksum, frozenset(frozen & names_in_base), dtype)
+    model.base_of_adapters = adapters.Base(
+        base, base_sha256, frozenset(frozen & names_in_base), dtype)
     if parallel.rank() == 0 and checkpoint.is_checkpoint(base):
         print(f"  {base}: the adapters need this checkpoint, and a --resume of its run may delete it; "
               "resume a copy of that run")

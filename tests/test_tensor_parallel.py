@@ -1,12 +1,11 @@
 """examples/edits/optimized/tensor_parallel.diff: two processes train as one with the whole model does."""
 
 import json
-import subprocess
 
 import pytest
 import torch
 
-from trainer_tools import MODERN, ROOT, run_ranks
+from trainer_tools import MODERN, ROOT, run_ranks, write_edit
 
 SMALL = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4)
 LLAMA = MODERN | dict(tie_embeddings=False, n_kv_head=2)
@@ -82,9 +81,7 @@ if ranks > 1:
 
 def train_as_one_and_two(folder, **environment):
     """Train each case in one process and in two; return by case what the three processes have found."""
-    (folder / "my_model.py").write_text((ROOT / "model_te_optimized.py").read_text())
-    diff = ROOT / "examples" / "edits" / "optimized" / "tensor_parallel.diff"
-    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
+    write_edit(folder, "optimized", "tensor_parallel")
     options = json.dumps({name: SMALL | options for name, options in CASES.items()})
     for ranks in (1, 2):
         run_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
