@@ -222,7 +222,7 @@ def nanogpt():
 
 
 def loops():
-    files = ["minimal", "minimal_busy", "minimal_h200"]
+    files = ["minimal", "minimal_busy", "minimal_h200", "minimal_busy_h200"]
     return section(
         "The loops of README",
         """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
