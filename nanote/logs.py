@@ -180,7 +180,7 @@ class Log:
                 records = read_metrics(Path(self.folder, "fp8_health.jsonl"))
                 recipe = self.config.fp8_recipe
                 fp8_format = recipes.resolve_format(recipe, self.config.fp8_format)
-                title = f"{self.folder}, --fp8-recipe {recipe} {fp8_format}"
+                title = f"{self.folder}, recipe {recipe}, format {fp8_format}"
                 health.plot(records, Path(self.folder, "fp8_health.png"), title, fp8_format)
 
     def _plot_losses(self) -> None:

@@ -31,8 +31,9 @@ TEXT = "\n".join(TEXTS.values())
 
 # ---------------------------------------------------------------- the commands of the pages
 
-PROGRAMS = "apt|cp|diff|docker|export|git|grep|make|patch|pip|pytest|tensorboard"
-START = rf"(?:{PROGRAMS}) |(?:python|torchrun) (?=[^`\n]*\.py)|\w+\.py (?=\w[^`\n]* --)"
+PROGRAMS = "apt|conda|cp|diff|docker|export|git|grep|make|nsys|patch|pip|pytest|tensorboard"
+START = (rf"(?:{PROGRAMS}) |(?:python|torchrun) (?=[^`\n]*\.py)|"
+         r"\w+\.py (?=\w[^`\n]* --|--[\w-]+ \w)")
 INLINE = re.compile(rf"`((?:[A-Z_]+=\S+ )*(?:{START})[^`\n…]*)`")
 
 
@@ -44,7 +45,8 @@ def lines_of(block):
 
 
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.S)
-PAGE_COMMANDS = {command for block in BLOCKS for command in lines_of(block)} | set(INLINE.findall(TEXT))
+PAGE_COMMANDS = {command for block in BLOCKS for command in lines_of(block)}
+PAGE_COMMANDS |= set(INLINE.findall(TEXT)) | set(re.findall(r" # or: (.*)", TEXT))
 
 TINY = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 16 --micro-batch-size 2 --grad-accum 1 "
         "--max-steps 2 --warmup-steps 1 --eval-tokens 64 --log-interval 1 --device cpu")
@@ -93,6 +95,7 @@ OPTIONS = [
     ("python train.py --max-steps 20", TINY, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --fp8-recipe current", TINY, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --fp8-recipe none", TINY, SHORT),
+    ("train.py --fp8-recipe none", TINY, SHORT),
     ("python train.py --fp8-recipe delayed --fp8-health-interval 50", TINY, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --profile 10:12", None, SHORT),
     ("python train.py --preset gpt2-124m --data data/TinyStories-gpt2 --wandb my-project", TINY, SHORT),
@@ -102,6 +105,7 @@ OWN_MODELS = [
     ("python train.py --model my_model.py:MyModel --max-steps 10", TINY, SHORT),
     ("cp model_te_optimized.py my_model.py", "", ""),
     ("cp model_te_fast.py my_model.py", "", ""),
+    ("patch -p1 < examples/edits/fast/window.diff", "--dry-run", "--dry-run"),  # git applies it
     ("git apply examples/edits/fast/window.diff", "", ""),
     ("python doctor.py --model my_model.py:FastGPT2Model", None, ""),
     ("python train.py --model my_model.py:FastGPT2Model", None, SHORT),
@@ -146,6 +150,8 @@ NOT_CHECKED = {  # the key says why
         "pip -v -v -v",
         "apt install build-essential",
         "apt install python3-dev",
+        "conda install -c conda-forge libstdcxx-ng",
+        "nsys profile python train.py",
         'docker run --gpus all -it --rm -v "$PWD":/nanote -w /nanote nvcr.io/nvidia/pytorch:26.02-py3',
         "tensorboard --logdir out",
         'NANOTE_ENGINE=reference pytest -m "not gpu"',
@@ -203,6 +209,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "--n-embd 768"],
     "runs in test_pairs.py": ["python bench/pairs.py --page"],
     "takes minutes or hours": [
+        "OMP_NUM_THREADS=1 python train.py",
         "python bench/pairs.py",
         "python bench/compiled.py",
         "python bench/finetune.py --json results/finetune.json",
@@ -216,7 +223,8 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "python benchmark_te.py --sweep",
         "python test_shapes.py",
         "python test_stability.py"],
-    "names an edit of yours": [
+    "names a file of yours": [
+        "python data.py text FILE --tokenizer gpt2",
         "python bench/edits.py --model fast --edits NAME --json results/fast_edits.json"],
     "needs several GPUs": [
         ON_TWO_GPUS,  # with which it runs
