@@ -226,9 +226,9 @@ def loops():
     return section(
         "The loops of README",
         """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
-        both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs: the host
-        limits their speed, so they vary from machine to machine. Busy: all other cores of the machine
-        compute meanwhile.""",
+        both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs: a slow
+        host limits their speed, so they vary from machine to machine. Busy: all other cores of the
+        machine compute meanwhile.""",
         files,
         {"loop": "{loop}", "GPU": "{card}", "busy cores": "{busy_cores}",
          "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
