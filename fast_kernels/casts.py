@@ -433,7 +433,7 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     table, tiles = device_tables(x[0].device, key, make)
     launch(
         kernels._cast_all_kernel, (len(tiles),),
-        table, tiles, TRITON_TYPES[rowwise[0].dtype], TRANSPOSES=transposes, **TILE)
+        table, tiles, FP8_DTYPE=TRITON_TYPES[rowwise[0].dtype], TRANSPOSES=transposes, **TILE)
 
 
 # ---------------------------------------------------------------- parts of the above

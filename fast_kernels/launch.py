@@ -2,14 +2,14 @@
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
 for its type and alignment, and builds a key of strings. The key of `launch` is a plain tuple: kernel, device,
-dtypes and values, for tensors that are all aligned.
+dtypes, which tensors are not aligned, and values.
 """
 
-import torch
 import triton
 from triton.runtime import driver
 
 MAX_VARIANTS = 4096
+UNALIGNED = "unaligned"  # follows the dtype of a tensor that does not start at a multiple of 16 bytes
 NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler calls before and after
 _variants = {}  # {key of `launch`: _Variant}
 
@@ -29,7 +29,7 @@ def launch(kernel, grid, *args, **options):
     Args:
         kernel: a function of triton.jit. A number is always passed to it as an int, or always as a float.
         grid: programs in one, two or three dimensions.
-        args: the leading arguments: all tensors, of which the first argument is one, None and numbers.
+        args: the leading arguments: all tensors, of which the first argument is one, and None.
         options: the other arguments, in any order, and num_warps.
     """
     if not isinstance(kernel, triton.JITFunction):  # in the interpreter
@@ -38,18 +38,16 @@ def launch(kernel, grid, *args, **options):
     device_index = args[0].get_device()
     key = [kernel.fn, device_index]
     values = []
-    addresses = 0  # the OR of all: a multiple of 16 only if each is
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            key.append(value.dtype)
-            value = value.data_ptr()
-            addresses |= value
-        else:
-            key.append(value)
-        values.append(value)
-    if addresses % 16:  # Triton asks each pointer, and compiles a variant for those that are aligned
-        kernel[grid](*args, **options)
-        return
+    for tensor in args:
+        if tensor is None:
+            key.append(None)
+            values.append(None)
+            continue
+        address = tensor.data_ptr()
+        key.append(tensor.dtype)
+        if address % 16:  # Triton compiles another variant for it
+            key.append(UNALIGNED)
+        values.append(address)
     key = (*key, *options, *options.values())
     variant = _variants.get(key)
     if variant is None:

@@ -75,11 +75,13 @@ def _narrow_gemm(x, scale_inv, w, factor, transposes):
     out = torch.empty((rank, rows) if transposes else (rows, rank), dtype=torch.bfloat16, device=x.device)
     if is_fake(x):
         return out
-    strides = out.stride() if not transposes else out.stride()[::-1]
+    w_rank_stride, w_column_stride = w.stride()
+    out_row_stride, out_rank_stride = out.stride() if not transposes else out.stride()[::-1]
     tile = NARROW_TILE if rank <= 64 else WIDE_TILE
     launch(
         _narrow_gemm_kernel, (ceil_div(rows, ROWS),),
-        x, scale_inv, w, out, rows, columns, *w.stride(), *strides, FACTOR=float(factor), RANK=rank,
+        x, scale_inv, w, out, N=rows, K=columns, W_RANK_STRIDE=w_rank_stride, W_COLUMN_STRIDE=w_column_stride,
+        OUT_ROW_STRIDE=out_row_stride, OUT_RANK_STRIDE=out_rank_stride, FACTOR=float(factor), RANK=rank,
         PADDED_RANK=next_power_of_2(rank), ROWS=ROWS, IN_FLOAT32=not x.is_cuda, **tile)
     return out
 

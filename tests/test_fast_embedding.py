@@ -158,6 +158,16 @@ def test_invalid_arguments_raise(change, message):
         fast_embedding.embed(*change(tokens, weight, torch.arange(9, device=DEVICE), weight))
 
 
+def test_tables_at_any_address():
+    """Triton compiles a kernel for tables that start at a multiple of 16 bytes, and another for the rest."""
+    numbers = torch.randn(51 * 32, device=DEVICE)
+    tokens, positions = make_tokens("any", 18, 50).view(2, 9), torch.arange(9, device=DEVICE)
+    for offset in (0, 1, 0, 1):  # each kernel runs twice
+        weight = numbers[offset:][:50 * 32].view(50, 32)
+        x = fast_embedding.embed(tokens, weight, positions, weight)
+        assert torch.equal(x, weight[tokens] + weight[:9])
+
+
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
     """A replay reads new tokens from the same memory."""
