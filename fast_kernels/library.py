@@ -76,7 +76,12 @@ def operation(schema, setup_context=None, backward=None):
 
         def on_device(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            index = _device_index(name, args)
+            tensors = list(map(_first, args)) if takes_lists else args
+            index = tensors[places[0]].get_device()
+            for place in places:
+                x = tensors[place]
+                if x is not None and x.get_device() != index:
+                    raise _device_error(name, [tensors[place] for place in places])
             if index < 0 or index == torch._C._cuda_getDevice():  # CUDA is initialized: a tensor is on it
                 return function(*args)
             with torch.cuda.device(index):
@@ -86,6 +91,8 @@ def operation(schema, setup_context=None, backward=None):
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, on_device, key)
         op = getattr(torch.ops.fast_kernels, name).default
+        places = [place for place, x in enumerate(op._schema.arguments) if "Tensor" in str(x.type)]
+        takes_lists = "[]" in schema
         torch.library.register_fake(op, function, lib=LIBRARY)
         if backward is None:
             @functools.wraps(function)
@@ -112,28 +119,29 @@ def are_plain(args):
     return all(type(x) in PLAIN for x in args if isinstance(x, torch.Tensor))
 
 
-def _autograd_function(name, forward, setup_context, backward):
+def _autograd_function(name, function, setup_context, backward):
     """Return the autograd function that the dispatcher would make of an operation."""
-    methods = dict(forward=forward, setup_context=setup_context, backward=backward)
-    return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})
+    def forward(ctx, *inputs):
+        output = function(*inputs)
+        # not as a method of its own, with which PyTorch inspects the signature of forward in each call
+        setup_context(ctx, inputs, output)
+        return output
+
+    methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
+    return type(name, (torch.autograd.Function,), methods)
 
 
-def _device_index(name, args):
-    """Return the index of the device that all tensors are on, -1 for the CPU."""
-    index = None
-    for x in args:
-        if isinstance(x, list):
-            x = x[0] if x else None  # the first stands for all: the function checks the others
-        if not isinstance(x, torch.Tensor):
-            continue
-        if index is None:
-            index = x.get_device()
-        elif x.get_device() != index:
-            lists = [y if isinstance(y, list) else [y] for y in args]
-            tensors = [y[0] for y in lists if y and isinstance(y[0], torch.Tensor)]
-            devices = ", ".join(sorted({str(y.device) for y in tensors}))
-            raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
-    return index
+def _first(x):
+    """Return the first of a list, which stands for all where the function checks the others; x if no list."""
+    if isinstance(x, list):
+        return x[0] if x else None
+    return x
+
+
+def _device_error(name, tensors):
+    """Return a ValueError that names the devices of tensors (None is skipped)."""
+    devices = ", ".join(sorted({str(x.device) for x in tensors if x is not None}))
+    return ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
 
 
 def input_names(class_name, names):
