@@ -156,7 +156,9 @@ def two_sums(a, b):
 
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Transpose one tile (ROWS, COLUMNS) of bytes, four rows packed into 32 bits."""
+    """Transpose one tile (ROWS, COLUMNS) of bytes, four rows packed into 32 bits. x and out are in FP8."""
+    x_ptr = x_ptr.to(tl.pointer_type(tl.uint8))
+    out_ptr = out_ptr.to(tl.pointer_type(tl.int32))
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     mask, _ = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)

@@ -207,8 +207,8 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     rows, columns = x.shape
     residual = x.new_empty(0) if branch is None else torch.empty_like(x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
-    mean = torch.empty(0 if bias is None else rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
     if not is_fake(x):
         sizes = _norm_sizes(rows, columns)
         programs = rows // sizes["ROWS"]
@@ -267,7 +267,7 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     totals = weight.new_empty(sums, columns)
     if not is_fake(dy):
         programs, sizes = _norm_backward_sizes(rows, columns)
-        partial_sums = torch.empty((programs, sums, columns), dtype=torch.float32, device=dy.device)
+        partial_sums = dy.new_empty(programs, sums, columns, dtype=torch.float32)
         launch(
             kernels._norm_backward_kernel, (programs,),
             dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
@@ -355,7 +355,7 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
         partial_sums = None
         if bias is not None:
             tile_rows = ceil_div(rows, sizes["ROWS"])
-            partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
+            partial_sums = x.new_empty(tile_rows, x.shape[1], dtype=torch.float32)
         launch(
             kernels._activation_backward_kernel, (programs,),
             dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
@@ -392,7 +392,7 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
         partial_sums = None
         if with_dbias:
             tile_rows = ceil_div(rows, sizes["ROWS"])
-            partial_sums = torch.empty((tile_rows, columns), dtype=torch.float32, device=x.device)
+            partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
         launch(
             kernels._activation_kernel, (programs,),
             x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
@@ -413,7 +413,7 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     transposes = len(columnwise) > 0
     written = columnwise if transposes else rowwise  # the table has an address, which is not read
     key = tuple(
-        (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
+        (*map(torch.Tensor.data_ptr, tensors), tensors[0].shape, tensors[0].dtype)
         for tensors in zip(x, rowwise, written, scale_inv, scale, amax))
 
     def make():
@@ -452,9 +452,7 @@ def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
     rows, columns = rowwise.shape
     programs, options = _tile(TRANSPOSE_TILE, rows, columns)
-    launch(
-        kernels._transpose_kernel, (programs,),
-        rowwise.view(torch.uint8), columnwise.view(torch.int32), N=rows, D=columns, **options)
+    launch(kernels._transpose_kernel, (programs,), rowwise, columnwise, N=rows, D=columns, **options)
 
 
 @operation("(Tensor rowwise) -> Tensor")
@@ -469,9 +467,13 @@ def make_transpose(rowwise):
 
 def allocate_fp8(x, rows, columns, fp8_dtype):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
-    rowwise = torch.empty((rows, columns), dtype=fp8_dtype, device=x.device)
-    columnwise = rowwise.new_empty(columns, rows)  # without a dtype it takes the host half of the time
-    return FP8Data(rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device))
+    # the host takes 3.6 us for empty_like, 4.7 for new_empty and 6.1 for torch.empty with dtype and device
+    if x.shape == (rows, columns):
+        rowwise = torch.empty_like(x, dtype=fp8_dtype)
+    else:
+        rowwise = x.new_empty(rows, columns, dtype=fp8_dtype)
+    columnwise = rowwise.new_empty(columns, rows)
+    return FP8Data(rowwise, columnwise, x.new_empty(1, dtype=torch.float32))
 
 
 def _allocate_output(x, rows, columns, fp8_dtype):

@@ -26,7 +26,7 @@ class FP8Data(NamedTuple):
 
     def for_backward(self):
         """Return the part that a backward pass needs: the transpose, or what it is made from."""
-        return self if self.columnwise is None else self._replace(rowwise=None)
+        return self if self.columnwise is None else FP8Data(None, self.columnwise, self.scale_inv)
 
 
 class Quantization(NamedTuple):

@@ -104,7 +104,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
     """
     _check_out("gemm", out, accumulate)
     if out is None:
-        out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.device)
+        out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
     _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
 

@@ -492,7 +492,8 @@ class Module(CheckedOptions, nn.Module):
         if name not in self._fp8_workspaces:
             weight = self.weight_of(gemm)
             with torch.inference_mode(False):  # training could not write an inference tensor
-                self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, torch.float8_e4m3fn)
+                plain = torch.empty(0, device=weight.device)  # the weight may be a DTensor, a shard
+                self._fp8_workspaces[name] = casts.allocate_fp8(plain, *weight.shape, torch.float8_e4m3fn)
         return self._fp8_workspaces[name]
 
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
