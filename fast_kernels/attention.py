@@ -143,7 +143,7 @@ def _differentiate(ctx, dout, dqk, dlse):
     _setup_context, _differentiate)
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
     """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp."""
-    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
+    q, k, v = qkv.split_with_sizes((n_head, n_kv_head, n_kv_head), dim=2)
     if cos is None and q_weight is None:
         qk = qkv.new_empty(0)
     else:
@@ -159,7 +159,7 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
     "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
 def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
                         eps, window):
-    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
+    q, k, v = qkv.split_with_sizes((n_head, n_kv_head, n_kv_head), dim=2)
     if cos is not None or q_weight is not None:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     dqkv = torch.empty_like(qkv)
@@ -228,7 +228,7 @@ def _pick_kernel(q, cu_seqlens, window):
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
         return "sdpa"
-    major, _ = torch.cuda.get_device_capability()
+    major, _ = torch.cuda.get_device_capability(q.get_device())
     if _fa4_supports(head_dim, major):
         return "fa4"
     if _cudnn_supports(length, head_dim, cu_seqlens, window, major):
@@ -271,7 +271,7 @@ def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
     """Write the gradients of q, k and v to the heads of dqkv."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "fa4":
-        slices = dqkv.split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
+        slices = dqkv.split_with_sizes((q.shape[2], k.shape[2], v.shape[2]), dim=2)
         _backward_fa4(slices, dout, q, k, v, out, lse, cu_seqlens, window)
     else:
         gradients = BACKWARD[kernel](dout, q, k, v, out, lse, cu_seqlens, window)
@@ -297,7 +297,7 @@ def _forward_fa4(q, k, v, cu_seqlens, window):
     if cu_seqlens is not None:
         options |= _varlen_options(q, cu_seqlens)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
-    elif is_small and torch.cuda.get_device_capability()[0] == 9:
+    elif is_small and torch.cuda.get_device_capability(q.get_device())[0] == 9:
         # the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %
         options |= dict(tile_mn=(128, 128))
     out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
