@@ -400,13 +400,13 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed hyperparameters and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_hyperparameters()
-        self.gradient_dtype = self._find_gradient_dtype()
-        for group, arguments in zip(self.param_groups, self.kernel_arguments):
-            addresses = []
+        all_gradients = [[parameter.grad for parameter in group["params"]] for group in self.param_groups]
+        self.gradient_dtype = self._find_gradient_dtype(all_gradients)
+        for group, gradients, arguments in zip(self.param_groups, all_gradients, self.kernel_arguments):
+            tensors = list(gradients)
             for parameter in group["params"]:
-                for tensor in (parameter, parameter.grad, *self.state[parameter].values()):
-                    addresses.append(0 if tensor is None else tensor.data_ptr())
-            gradients = [parameter.grad for parameter in group["params"]]
+                tensors += parameter, *self.state[parameter].values()
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
                 # Gradients that the graph makes may have the addresses of those of the last step
@@ -463,10 +463,11 @@ class FastAdam(torch.optim.Optimizer):
             arguments.hyperparameters.copy_(torch.tensor(hyperparameters, dtype=torch.float64))
             arguments.host_hyperparameters = hyperparameters
 
-    def _find_gradient_dtype(self):
+    def _find_gradient_dtype(self, all_gradients):
+        """Return the dtype of all gradients. all_gradients: a list for each parameter group."""
         types = set()
-        for group in self.param_groups:
-            types |= {p.grad.dtype for p in group["params"] if p.grad is not None}
+        for gradients in all_gradients:
+            types |= {gradient.dtype for gradient in gradients if gradient is not None}
         if not types:
             return self.dtype
         if len(types) > 1 or not types <= {self.dtype, torch.float32}:
