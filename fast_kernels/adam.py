@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast_kernels.launch import launch
 from fast_kernels.library import ceil_div
 
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
@@ -357,9 +358,11 @@ class FastAdam(torch.optim.Optimizer):
             sums.append(torch.empty(len(arguments.chunks), device=arguments.lr.device))
             if len(arguments.chunks):
                 with torch.cuda.device_of(arguments.lr):  # Triton launches on the current device
-                    _squares[(len(arguments.chunks),)](
-                        arguments.pointers, arguments.chunks, sums[-1], stride,
-                        TYPES[self.gradient_dtype], addends, CHUNK, BLOCK=1024, num_warps=4)
+                    launch(
+                        _squares, (len(arguments.chunks),),
+                        arguments.pointers, arguments.chunks, sums[-1], stride=stride,
+                        gradient_type=TYPES[self.gradient_dtype], ADDENDS=addends, CHUNK=CHUNK, BLOCK=1024,
+                        num_warps=4)
         return torch.cat(sums).sum()
 
     @torch.no_grad()
@@ -387,11 +390,12 @@ class FastAdam(torch.optim.Optimizer):
             if grad_scale is None:
                 grad_factor = torch.ones((), device=arguments.lr.device)
             with torch.cuda.device_of(arguments.lr):
-                _adam[(len(arguments.chunks),)](
+                launch(
+                    _adam, (len(arguments.chunks),),
                     arguments.pointers, arguments.chunks, corrections, arguments.lr, grad_factor,
-                    arguments.hyperparameters, self.copy_distances, TYPES[self.dtype],
-                    TYPES[self.gradient_dtype], self.master, TYPES[self.moment_dtype], copies, CHUNK,
-                    BLOCK=1024, num_warps=4)
+                    arguments.hyperparameters, self.copy_distances, weight_type=TYPES[self.dtype],
+                    gradient_type=TYPES[self.gradient_dtype], master=self.master,
+                    moment_type=TYPES[self.moment_dtype], COPIES=copies, CHUNK=CHUNK, BLOCK=1024, num_warps=4)
         return loss
 
     # ------------------------------------------------------------ the kernels' arguments
