@@ -358,7 +358,7 @@ def checkpoint(block, x, *args):
     return te.checkpoint(block, x, *args)
 
 
-# TE 2.20 can write the gradient over the logits; else it copies them, which takes 2 % of a step of GPT-2 124M
+# TE 2.20 can write the gradient over the logits, not over a copy: 3 GiB for 32 x 1,024 tokens of GPT-2
 CAN_OVERWRITE_LOGITS = "overwrite_input" in signature(te.parallel_cross_entropy).parameters
 
 

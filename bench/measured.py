@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.first_commits import measured_with
+from bench.paired import training_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "guide" / "measured.md"
@@ -222,13 +223,14 @@ def nanogpt():
 
 
 def loops():
-    files = ["minimal", "minimal_busy", "minimal_h200", "minimal_busy_h200"]
+    files = ["minimal", "minimal_busy", "minimal_h200", "minimal_busy_h200", "minimal_h200_later"]
     return section(
         "The loops of README",
         """GPT-2 124M, 32 x 1,024 tokens. `readme` is the first loop and `example` is `examples/minimal.py`,
         both on TE; `fast` is the second loop; `…_eager` are the same without CUDA graphs: a slow
-        host limits their speed, so they vary from machine to machine. Busy: all other cores of the
-        machine compute meanwhile.""",
+        host limits their speed, so they vary from machine to machine. They were timed apart from those
+        in graphs, each beside nanoGPT. Busy: all other cores of the machine compute meanwhile. The H200's
+        last rows are of another machine and a later commit.""",
         files,
         {"loop": "{loop}", "GPU": "{card}", "busy cores": "{busy_cores}",
          "ms": "{ms:.1f} ({ms_interval[0]:.1f} to {ms_interval[1]:.1f})",
@@ -351,17 +353,26 @@ def formats():
 
 def bf16():
     files = ["bf16", "bf16_h200"]
+    rows = [row for name in files for row in read(name)]
+    for row in rows:
+        same = dict(shape=row["shape"], block=row["block"], gpu=row["gpu"])
+        for arm in ("bf16", "plain"):
+            for other in find(rows, **same, arm=arm):
+                row[f"over_{arm}"] = other["ms"] / row["ms"]
     return section(
         "BF16 and FP8 beside nanoGPT and plain PyTorch",
         """A step of `train.py`, which takes `model_te_fast.py`; with `te_modules` it takes
-        `model_te_optimized.py` on TE. Where nanoGPT took part, `both` is its config's `bias`.""",
+        `model_te_optimized.py` on TE. Where nanoGPT took part, `both` is its config's `bias`. A speed is the
+        ratio of two medians; with an interval, that of steps in turns. With 4 x 1,024 tokens or fewer plain
+        PyTorch waits for Python, and is faster in turns than alone.""",
         files,
         {"shape": "{shape}", "GPU": "{card}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
          "k tokens/s": "{k_tokens_per_s:.0f}",
          "× nanoGPT": "{ratio_to_nanogpt:.2f}",
          "interval": "{ratio_to_nanogpt_interval[0]:.2f} to {ratio_to_nanogpt_interval[1]:.2f}",
-         "× plain": "{ratio_to_plain:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}"},
-        [row for name in files for row in read(name)])
+         "× plain": "{over_plain:.2f}", "× plain in turns": "{ratio_to_plain:.2f}",
+         "× BF16": "{over_bf16:.2f}", "MFU": "{mfu:.0%}", "GiB": "{peak_gib:.1f}"},
+        rows)
 
 
 def later_commits():
@@ -388,7 +399,7 @@ def later_commits():
 
 def windows():
     content = read("paired")
-    rows = content["pairs"]
+    rows = find(content["pairs"], arm="fp8")
     machines = {run["machine"] for run in content["runs"]}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
@@ -407,6 +418,30 @@ def windows():
                             "{validation_interval[1]:+.4f})",
          "evaluated in BF16": "{validation_without_fp8:+.4f}"},
         sorted(rows, key=lambda row: row["start"]))
+
+
+def parts_of_fp8():
+    runs = find(read("paired")["runs"], start=0.75)
+    losses = {(run["arm"], run["seed"], run["shared_weights"]): training_loss(run) for run in runs}
+    rows = []
+    for row in find(read("paired")["pairs"], start=0.75):
+        differences = []  # from FP8 everywhere, in the runs that began with the same weights
+        for (arm, seed, weights), loss in losses.items():
+            if arm == row["arm"] != "fp8" and ("fp8", seed, weights) in losses:
+                differences.append(loss - losses["fp8", seed, weights])
+        rows.append(row | {"from_fp8": ", ".join(f"{difference:+.4f}" for difference in differences)})
+    return section(
+        "What costs in the last quarter",
+        """As above, the last quarter in FP8. `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and
+        `-weights` round one operand of each GEMM alone; the others change one setting. In nats; the
+        differences from `fp8` are those of single seeds. Emulated arms have no speed.""",
+        ["paired"],
+        {"arm": "`{arm}`", "seeds": "{seeds}",
+         "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
+                                       "{training_interval[1]:+.4f})",
+         "from `fp8`, seed by seed": "{from_fp8}", "validation loss above BF16's": "{validation:+.4f}",
+         "× BF16's speed": "{speed:.2f}"},
+        sorted(rows, key=lambda row: row["training"]))
 
 
 def edits():
@@ -651,7 +686,7 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits, windows,
+    attention, memory, edits, windows, parts_of_fp8,
     compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]
