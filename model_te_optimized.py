@@ -365,9 +365,11 @@ CAN_OVERWRITE_LOGITS = "overwrite_input" in signature(te.parallel_cross_entropy)
 def cross_entropy(logits, labels):
     """Return the mean over the labels that are not -100, float32: (B, S, vocab_size), (B, S) -> ().
 
-    On a GPU the backward pass overwrites the logits: read them before it."""
+    With TE 2.20, uncompiled, the backward pass writes the gradient over the logits. Clone logits that are
+    read after it; drop `overwrite_input` for a second loss of the same logits."""
     options = {}
-    if CAN_OVERWRITE_LOGITS and not torch.compiler.is_compiling():  # TE would break the graph
+    is_compiling = torch.compiler.is_compiling()  # TE would break the graph
+    if CAN_OVERWRITE_LOGITS and logits.is_contiguous() and not is_compiling:
         options["overwrite_input"] = True
     loss = te.parallel_cross_entropy(logits, labels, reduce_loss=True, **options)  # (1,)
     return loss.reshape(())

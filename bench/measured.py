@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.first_commits import measured_with
-from bench.paired import training_loss
+from bench.paired import summarize, training_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "guide" / "measured.md"
@@ -363,8 +363,8 @@ def bf16():
         "BF16 and FP8 beside nanoGPT and plain PyTorch",
         """A step of `train.py`, which takes `model_te_fast.py`; with `te_modules` it takes
         `model_te_optimized.py` on TE. Where nanoGPT took part, `both` is its config's `bias`. A speed is the
-        ratio of two medians; with an interval, that of steps in turns. With 4 x 1,024 tokens or fewer plain
-        PyTorch waits for Python, and is faster in turns than alone.""",
+        ratio of two medians; with an interval, that of steps in turns. With 4 x 1,024 tokens and fewer plain
+        PyTorch waits for Python, so that its times in turns and alone differ.""",
         files,
         {"shape": "{shape}", "GPU": "{card}", "both": "{block}", "step": "{arm}", "ms": "{ms:.1f}",
          "k tokens/s": "{k_tokens_per_s:.0f}",
@@ -421,26 +421,26 @@ def windows():
 
 
 def parts_of_fp8():
-    runs = find(read("paired")["runs"], start=0.75)
-    losses = {(run["arm"], run["seed"], run["shared_weights"]): training_loss(run) for run in runs}
-    rows = []
-    for row in find(read("paired")["pairs"], start=0.75):
-        differences = []  # from FP8 everywhere, in the runs that began with the same weights
-        for (arm, seed, weights), loss in losses.items():
-            if arm == row["arm"] != "fp8" and ("fp8", seed, weights) in losses:
-                differences.append(loss - losses["fp8", seed, weights])
-        rows.append(row | {"from_fp8": ", ".join(f"{difference:+.4f}" for difference in differences)})
+    runs = find(read("paired")["runs"], size="124m", tokens=45_088_768, start=0.75)
+    seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
+    runs = [run for run in runs if run["seed"] in seeds]
+    losses = {(run["arm"], run["seed"]): training_loss(run) for run in runs}
+    rows = summarize(runs)
+    for row in rows:
+        saved = [losses["fp8", seed] - losses[row["arm"], seed]
+                 for seed in sorted(seeds) if (row["arm"], seed) in losses]
+        row["saved"] = ", ".join(f"{loss:+.4f}" for loss in saved)
     return section(
         "What costs in the last quarter",
-        """As above, the last quarter in FP8. `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and
-        `-weights` round one operand of each GEMM alone; the others change one setting. In nats; the
-        differences from `fp8` are those of single seeds. Emulated arms have no speed.""",
+        f"""As above, the last quarter in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on H200s. `fp8` is
+        FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each GEMM alone;
+        the others change one setting. In nats. Emulated arms have no speed.""",
         ["paired"],
         {"arm": "`{arm}`", "seeds": "{seeds}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
-         "from `fp8`, seed by seed": "{from_fp8}", "validation loss above BF16's": "{validation:+.4f}",
-         "× BF16's speed": "{speed:.2f}"},
+         "below `fp8`'s, seed by seed": "{saved}", "validation loss above BF16's": "{validation:+.4f}",
+         "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}"},
         sorted(rows, key=lambda row: row["training"]))
 
 

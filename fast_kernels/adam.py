@@ -404,12 +404,15 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed hyperparameters and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_hyperparameters()
-        all_gradients = [[parameter.grad for parameter in group["params"]] for group in self.param_groups]
-        self.gradient_dtype = self._find_gradient_dtype(all_gradients)
-        for group, gradients, arguments in zip(self.param_groups, all_gradients, self.kernel_arguments):
+        gradients_of_groups = []
+        for group in self.param_groups:
+            gradients_of_groups.append([parameter.grad for parameter in group["params"]])
+        self.gradient_dtype = self._find_gradient_dtype(gradients_of_groups)
+        for group, gradients, arguments in zip(self.param_groups, gradients_of_groups, self.kernel_arguments):
             tensors = list(gradients)
             for parameter in group["params"]:
-                tensors += parameter, *self.state[parameter].values()
+                tensors.append(parameter)
+                tensors.extend(self.state[parameter].values())
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
@@ -467,10 +470,10 @@ class FastAdam(torch.optim.Optimizer):
             arguments.hyperparameters.copy_(torch.tensor(hyperparameters, dtype=torch.float64))
             arguments.host_hyperparameters = hyperparameters
 
-    def _find_gradient_dtype(self, all_gradients):
-        """Return the dtype of all gradients. all_gradients: a list for each parameter group."""
+    def _find_gradient_dtype(self, gradients_of_groups):
+        """Return the dtype of all gradients."""
         types = set()
-        for gradients in all_gradients:
+        for gradients in gradients_of_groups:
             types |= {gradient.dtype for gradient in gradients if gradient is not None}
         if not types:
             return self.dtype

@@ -413,7 +413,7 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
     transposes = len(columnwise) > 0
     written = columnwise if transposes else rowwise  # the table has an address, which is not read
     key = tuple(
-        (*map(torch.Tensor.data_ptr, tensors), tensors[0].shape, tensors[0].dtype)
+        (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
         for tensors in zip(x, rowwise, written, scale_inv, scale, amax))
 
     def make():
@@ -449,7 +449,8 @@ def reduce_rows(x, out):
 
 
 def transpose(rowwise, columnwise):
-    """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
+    """Write the transpose of FP8 data (N, D) to columnwise (D, N). N and D are multiples of 16, and
+    columnwise starts at a multiple of 4 bytes, since the kernel writes 32 bits at a time."""
     rows, columns = rowwise.shape
     programs, options = _tile(TRANSPOSE_TILE, rows, columns)
     launch(kernels._transpose_kernel, (programs,), rowwise, columnwise, N=rows, D=columns, **options)
@@ -459,6 +460,8 @@ def transpose(rowwise, columnwise):
 def make_transpose(rowwise):
     """Return the transpose (D, N) of FP8 data (N, D), N and D multiples of 16."""
     rows, columns = rowwise.shape
+    if rows % 16 or columns % 16:
+        raise ValueError(f"fast_kernels.casts.make_transpose: {rows} x {columns}: must be multiples of 16")
     columnwise = torch.empty((columns, rows), dtype=rowwise.dtype, device=rowwise.device)
     if not is_fake(rowwise):
         transpose(rowwise, columnwise)
@@ -466,7 +469,8 @@ def make_transpose(rowwise):
 
 
 def allocate_fp8(x, rows, columns, fp8_dtype):
-    """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
+    """Allocate an FP8 tensor on the device of x, which is contiguous: its rowwise data, transposed data and
+    scale_inv."""
     # the host takes 3.6 us for empty_like, 4.7 for new_empty and 6.1 for torch.empty with dtype and device
     if x.shape == (rows, columns):
         rowwise = torch.empty_like(x, dtype=fp8_dtype)

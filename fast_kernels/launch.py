@@ -9,7 +9,7 @@ import triton
 from triton.runtime import driver
 
 MAX_VARIANTS = 4096
-UNALIGNED = "unaligned"  # follows the dtype of a tensor that does not start at a multiple of 16 bytes
+UNALIGNED = "unaligned"  # in the key after the dtype of a tensor that starts at no multiple of 16 bytes
 NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler calls before and after
 _variants = {}  # {key of `launch`: _Variant}
 
@@ -29,7 +29,7 @@ def launch(kernel, grid, *args, **options):
     Args:
         kernel: a function of triton.jit. A number is always passed to it as an int, or always as a float.
         grid: programs in one, two or three dimensions.
-        args: the leading arguments: all tensors, of which the first argument is one, and None.
+        args: the leading arguments: tensors or None; the first is a tensor.
         options: the other arguments, in any order, and num_warps.
     """
     if not isinstance(kernel, triton.JITFunction):  # in the interpreter

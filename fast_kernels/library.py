@@ -73,26 +73,27 @@ def operation(schema, setup_context=None, backward=None):
 
     def register(function):
         name = function.__name__.lstrip("_")
+        LIBRARY.define(name + schema)
+        op = getattr(torch.ops.fast_kernels, name).default
+        arguments = op._schema.arguments
+        tensor_places = [place for place, x in enumerate(arguments) if "Tensor" in str(x.type)]
+        takes_lists = "[]" in schema
 
         def on_device(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
-            tensors = list(map(_first, args)) if takes_lists else args
-            index = tensors[places[0]].get_device()
-            for place in places:
-                x = tensors[place]
+            firsts = list(map(_first, args)) if takes_lists else args
+            index = firsts[tensor_places[0]].get_device()  # the first tensor of a schema is never None
+            for place in tensor_places:
+                x = firsts[place]
                 if x is not None and x.get_device() != index:
-                    raise _device_error(name, [tensors[place] for place in places])
+                    raise _device_error(name, [firsts[other] for other in tensor_places])
             if index < 0 or index == torch._C._cuda_getDevice():  # CUDA is initialized: a tensor is on it
                 return function(*args)
             with torch.cuda.device(index):
                 return function(*args)
 
-        LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, on_device, key)
-        op = getattr(torch.ops.fast_kernels, name).default
-        places = [place for place, x in enumerate(op._schema.arguments) if "Tensor" in str(x.type)]
-        takes_lists = "[]" in schema
         torch.library.register_fake(op, function, lib=LIBRARY)
         if backward is None:
             @functools.wraps(function)
@@ -123,7 +124,7 @@ def _autograd_function(name, function, setup_context, backward):
     """Return the autograd function that the dispatcher would make of an operation."""
     def forward(ctx, *inputs):
         output = function(*inputs)
-        # not as a method of its own, with which PyTorch inspects the signature of forward in each call
+        # with a separate setup_context PyTorch inspects forward's signature at each call
         setup_context(ctx, inputs, output)
         return output
 
@@ -132,7 +133,7 @@ def _autograd_function(name, function, setup_context, backward):
 
 
 def _first(x):
-    """Return the first of a list, which stands for all where the function checks the others; x if no list."""
+    """Return the first tensor of a list, None of an empty one; anything else as it is."""
     if isinstance(x, list):
         return x[0] if x else None
     return x

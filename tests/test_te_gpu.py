@@ -38,6 +38,19 @@ def relative_error(value, expected):
     return ((value - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x[:, :-1], lambda x: 30 * (x / 30).tanh()])
+def test_the_loss_of_logits_as_an_edit_changes_them(change):
+    model = model_file("model_te_optimized", "te")
+    logits = torch.randn(2, 9, 64, device="cuda", requires_grad=True)
+    labels = torch.randint(64, change(logits).shape[:2], device="cuda")
+    loss = model.cross_entropy(change(logits), labels)
+    expected_loss = torch.nn.functional.cross_entropy(change(logits).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected_loss)
+    [expected] = torch.autograd.grad(expected_loss, logits)
+    loss.backward()
+    torch.testing.assert_close(logits.grad, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FORMATS)
 def test_delayed_scaling_gives_the_same_bytes(name, dtype):
