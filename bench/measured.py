@@ -432,9 +432,9 @@ def parts_of_fp8():
         row["saved"] = ", ".join(f"{loss:+.4f}" for loss in saved)
     return section(
         "What costs in the last quarter",
-        f"""As above, the last quarter in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on H200s. `fp8` is
-        FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each GEMM alone;
-        the others change one setting. In nats. Emulated arms have no speed.""",
+        f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on H200s.
+        `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
+        GEMM alone; the others change one setting. In nats. Emulated arms have no speed.""",
         ["paired"],
         {"arm": "`{arm}`", "seeds": "{seeds}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "

@@ -214,7 +214,9 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
         "python bench/compiled.py",
         "python bench/finetune.py --json results/finetune.json",
         "python bench/paired.py --json mine.json --tokens 45e6 100e6 --minutes 10",
-        "python bench/paired.py --json mine.json --tokens 100e6 --start 0.75 --minutes 10",
+        "python bench/paired.py --json mine.json --start 0.75 --minutes 10",
+        "python bench/paired.py --json mine.json --start 0.75 --arms fp8-first-bf16 fp8-head-bf16 "
+        "--minutes 10",
         "NANOTE_ENGINE=te python bench/edits.py --model optimized --edits offload --shape c4096",
         "python bench/turns.py OLD NEW --cases fp8:124m-b32 --json turns.json",
         "python benchmark_te.py --compile",
