@@ -70,6 +70,16 @@ def find(rows, **values):
     return [row for row in rows if all(row.get(field) == value for field, value in values.items())]
 
 
+def add_speeds_over(rows, arms, same):
+    """Give each row `over_` and the name of an arm: its speed over that arm's, in the row whose fields `same`
+    have the same values."""
+    for row in rows:
+        values = {field: row[field] for field in same}
+        for arm in arms:
+            for other in find(rows, arm=arm, **values):
+                row[f"over_{arm}"] = other["ms"] / row["ms"]
+
+
 def fill(cell, row):
     """Fill the format of a cell from a row. A field that the row lacks or that is None leaves it empty."""
     try:
@@ -156,9 +166,7 @@ def speed():
     rows = read("speed")
     for row in rows:
         row["arm"] = row["arm"].replace("te_block", "te_modules")  # what it was called then
-        for arm in ("bf16", "fp8"):
-            for other in find(rows, shape=row["shape"], block=row["block"], arm=arm):
-                row[f"over_{arm}"] = other["ms"] / row["ms"]
+    add_speeds_over(rows, ["bf16", "fp8"], same=["shape", "block"])
     return section(
         "A step beside plain PyTorch",
         """Forward, loss, backward, clipping, optimizer. `plain` is the same architecture in plain PyTorch
@@ -354,11 +362,7 @@ def formats():
 def bf16():
     files = ["bf16", "bf16_h200"]
     rows = [row for name in files for row in read(name)]
-    for row in rows:
-        same = dict(shape=row["shape"], block=row["block"], gpu=row["gpu"])
-        for arm in ("bf16", "plain"):
-            for other in find(rows, **same, arm=arm):
-                row[f"over_{arm}"] = other["ms"] / row["ms"]
+    add_speeds_over(rows, ["bf16", "plain"], same=["shape", "block", "gpu"])
     return section(
         "BF16 and FP8 beside nanoGPT and plain PyTorch",
         """A step of `train.py`, which takes `model_te_fast.py`; with `te_modules` it takes
@@ -424,6 +428,7 @@ def parts_of_fp8():
     runs = find(read("paired")["runs"], size="124m", tokens=45_088_768, start=0.75)
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
+    cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
     losses = {(run["arm"], run["seed"]): training_loss(run) for run in runs}
     rows = summarize(runs)
     for row in rows:
@@ -432,7 +437,7 @@ def parts_of_fp8():
         row["saved"] = ", ".join(f"{loss:+.4f}" for loss in saved)
     return section(
         "What costs in the last quarter",
-        f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on H200s.
+        f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on {cards}.
         `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
         GEMM alone; the others change one setting. In nats. Emulated arms have no speed.""",
         ["paired"],
