@@ -14,7 +14,7 @@ dicts and checkpoints are those of any sharded model. Gathered in BF16 are
 - all weights of a run without FP8, and of modules that are not fast_kernels': Transformer Engine's, for one
 - that of lm_head if it runs without FP8, or shares its weight with the embedding, which reads BF16
 - those of blocks without FP8, and of a model of your own that has no `in_fp8(layer)`
-- one that cannot be divided into equal numbers of rows
+- one whose shards have unequal numbers of rows, or no multiple of 256 values
 
 Reference: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, by which FSDP2 lets a shard say what is gathered;
 torchao does so for float8 with dynamic scaling (github.com/pytorch/ao, torchao/float8/fsdp_utils.py).
