@@ -9,8 +9,8 @@
 - Tensors are read and written one by one: host memory holds 1 GiB of them, or about twice the largest one
   (in BF16; three times the embedding if a tied head is stored too).
 - An FP8 folder is dequantized in the dtype of its scales; tools/fp8_folders.py lists the layouts.
-- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows:
-  its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
+- The models need a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the
+  old rows: its logit is the mean logit, which is low. tools/export_hf.py removes these rows again.
 - Token files must use the model's ids. Its tokenizer is recognized as byte or a tiktoken encoding; else, or
   with a chat template, it is hf:DIR, and DIR must stay where it is.
 """
