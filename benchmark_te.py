@@ -2,7 +2,7 @@
 
     python benchmark_te.py                                # BF16, E4M3 and HYBRID at 4 layers of 768, 8 x 512
     python benchmark_te.py --shape 12 768 12 32 1024      # at your layers, width, heads, batch, sequence
-    python benchmark_te.py --shapes all --json results/speed.json     # the table of guide/speed.md
+    python benchmark_te.py --shapes all --json results/speed.json     # the first table of guide/measured.md
     python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; what each part adds; torch.compile
 
 The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those passes
@@ -64,7 +64,7 @@ MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "swee
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = ()  # Measure these shapes of guide/speed.md, or all, against arm plain.
+    shapes: tuple[str, ...] = ()  # Measure these shapes, or all, against arm plain.
     # gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
     # biases. By default gpt2, and for three shapes modern too.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
