@@ -129,7 +129,8 @@ $ python train.py --parallel fsdp --compile
 train.py: --parallel fsdp: does not go with --compile: not tested with sharded weights; leave one of them out
 ```
 
-All pairs go together but those in these tables, which are refused.
+Every two of the options in the next paragraph go together, but for the pairs in the tables, which are
+refused. So are `--init-from` with `--resume` or `--eval-only`, and `--attention flash` with `--attn-dropout`.
 
 {trained}
 
