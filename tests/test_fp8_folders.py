@@ -266,6 +266,23 @@ def test_each_exported_layer_multiplies_as_the_kit(runs, tokens, tmp_path, monke
         assert ((outputs - y).abs() <= 2**-23 * x.shape[-1] * terms).all()
 
 
+def test_exported_biases_are_those_of_fp8_gemms(tokens, tmp_path):
+    """Which add them in BF16, also to an output in float32."""
+    assert run_train(f"{LLAMA} --bias --max-steps 2 --out-dir {tmp_path / 'run'}", tokens) == 0
+    export_hf.main([str(tmp_path / "run"), str(tmp_path / "hf"), "--fp8"])
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias")]
+    assert len(biases) == 2 * 7
+    for bias in biases:
+        assert bias.any() and torch.equal(bias, bias.bfloat16().float())
+    model = trained_model(tmp_path / "run")
+    x = torch.randn(16, 64)
+    layer = load(tmp_path / "hf").get_submodule("model.layers.1.self_attn.o_proj")
+    with model.autocast(), torch.no_grad():
+        y = model.blocks[1].attn.proj(x)
+    assert (layer(x) - y).abs().max() <= 1e-6 * y.abs().max()
+
+
 @pytest.mark.parametrize("name, options", [("llama", "--fp8-lm-head"), ("qwen3", "")])
 def test_the_exported_model_has_the_loss_of_training(name, options, runs, tokens, tmp_path):
     """On 10,000 tokens, from the folder alone; the head of qwen3, tied, is not in FP8 there."""

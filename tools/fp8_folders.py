@@ -211,16 +211,26 @@ def fp8_gemms(config, with_lm_head: bool) -> list[tuple[str, str, int]]:
 
 class QuantizedWeights(RunWeights):
     """The weights of a run: {name: tensor}, those that have Scales in FP8, with the bytes of training. The
-    others have `dtype`; None: as stored."""
+    others have `dtype`; None: as stored. The bias of a GEMM in FP8 has values of BF16, as training adds it."""
 
     def __init__(self, folder: Path, scales: dict[str, Scales], dtype: torch.dtype | None):
         super().__init__(folder, dtype=dtype)
         self.scales = scales
+        self.biases = {bias_of(name) for name in scales}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self.scales:
-            return super().__getitem__(name)
-        return te_reference.quantize(self.read_stored(name), self.scales[name].weight, torch.float8_e4m3fn)
+        if name in self.scales:
+            weight = self.read_stored(name)
+            return te_reference.quantize(weight, self.scales[name].weight, torch.float8_e4m3fn)
+        tensor = super().__getitem__(name)
+        if name in self.biases:
+            return tensor.to(torch.bfloat16).to(tensor.dtype)
+        return tensor
+
+
+def bias_of(weight_name: str) -> str:
+    """Return the name of the bias beside a weight: blocks.0.mlp.fc1_weight -> blocks.0.mlp.fc1_bias."""
+    return weight_name.removesuffix("weight") + "bias"
 
 
 def value_of(weight: torch.Tensor, scales: Scales) -> torch.Tensor:
