@@ -326,9 +326,14 @@ def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
     rng = f"rng{parallel.rank()}."
     tensor_names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
     stored = local_parts(reader.read(tensor_names, like=remaining))
+    fp8_state = under_prefix(stored, "fp8.")
+    module = recipes.find_lacked_module(model, fp8_state)
+    if module is not None and recipes.uses_delayed_scaling(model):
+        raise ValueError(f"{folder}: has FP8 scales of {module}, a module that this model lacks; pass "
+                         f"--model {meta['model']} as before, or --fp8-recipe none")
     with torch.no_grad(), errors_naming(folder):
         training_state.load_weights(remaining, stored)
-        recipes.set_state(model, under_prefix(stored, "fp8."))
+        recipes.set_state(model, fp8_state)
         training_state.load_optimizer(optimizer, model, stored, meta["optimizer_groups"])
         if f"{rng}torch" in stored:  # unless there are more ranks now
             training_state.set_rng_state(under_prefix(stored, rng))

@@ -224,14 +224,24 @@ def set_state(model, state):
     rows."""
     if not state or not uses_delayed_scaling(model):
         return
-    remaining = dict(state)
+    module = find_lacked_module(model, state)
+    if module is not None:
+        raise ValueError(f"FP8 state of {module}: no such module here; resume with the model that saved it")
     try:
-        load_fp8_state(model, remaining)  # removes what it sets
+        load_fp8_state(model, dict(state))  # which removes what it sets
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
+
+
+def find_lacked_module(model, state):
+    """Return the name of a module whose FP8 state is in `state`, of `get_state`, but which the model lacks.
+    None: it has them all."""
+    modules = dict(model.named_modules())
     for name in state:
-        if name in remaining:
-            raise ValueError(f"FP8 state of {name}: no such module here; resume with the model that saved it")
+        module_name = name.rsplit(".", 2)[0]  # blocks.0.mlp of blocks.0.mlp.scaling_fwd.scale
+        if not hasattr(modules.get(module_name), "fp8_meta"):
+            return module_name
+    return None
 
 
 def engine_tensors(model) -> list:

@@ -1,7 +1,7 @@
 """--init-from: start a new run from the weights of another model, whose tensors are found by name.
 
 What the source lacks, such as an adapter, stays as it was initialized. The optimizer starts anew, from the
-source's float32 masters, and FP8 scales are taken over if both have the same tensors.
+source's float32 masters, and FP8 scales are taken over if both have the same tensors and modules.
 """
 import itertools
 from pathlib import Path
@@ -50,7 +50,10 @@ def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None
         base_sha256)
     if not has_same_tensors:
         return {}
-    recipes.set_state(model, under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8."))
+    fp8_state = under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8.")
+    if recipes.find_lacked_module(model, fp8_state):
+        return {}  # another model file splits the same tensors between other modules
+    recipes.set_state(model, fp8_state)
     return meta
 
 

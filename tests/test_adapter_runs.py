@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import sample
 import train
@@ -118,6 +118,24 @@ def test_a_run_goes_on_from_the_adapters_of_another(tokens):
         assert torch.equal(stored("next/step-1")[name], tensor), name
     found, expected = (checkpoint.read_meta(folder)["base"] for folder in ("next/step-1", "lora/step-4"))
     assert found["sha256"] == expected["sha256"] and Path(found["folder"]).name == "step-4"
+
+
+@pytest.mark.usefixtures("here")
+def test_scales_of_another_model_file_are_not_taken(tokens, refused):
+    """In model_te_fast.py fc1 and fc2 are one module. A new run finds scales of its own."""
+    [shard] = Path("lora/step-4").glob("*.safetensors")
+    tensors = {}
+    for name, tensor in load_file(shard).items():
+        if ".mlp.fc2.scaling_" not in name:
+            tensors[name.replace(".mlp.fc1.scaling_", ".mlp.scaling_")] = tensor
+    save_file(tensors, shard, {"format": "pt"})
+    sign("lora/step-4")
+    for action in ("--resume --max-steps 8", "--eval-only"):
+        line = refused(train.run, f"{action} --out-dir lora {LORA} --data {tokens}", "train.py")
+        assert f"has FP8 scales of blocks.0.mlp, a module that this model lacks; pass --model {NAME}" in line
+    options = f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --set lora_alpha=8 --max-steps 1"
+    assert run_train(f"{options} --init-from lora --out-dir next", tokens) == 0
+    assert (stored("next/step-1", "fp8.")["fp8.blocks.0.mlp.fc1.scaling_bwd.scale"][0] != 1).all()
 
 
 @pytest.mark.usefixtures("here")

@@ -211,7 +211,7 @@ def fp8_gemms(config, with_lm_head: bool) -> list[tuple[str, str, int]]:
 
 class QuantizedWeights(RunWeights):
     """The weights of a run: {name: tensor}, those that have Scales in FP8, with the bytes of training. The
-    others have `dtype`; None: as stored. The bias of a GEMM in FP8 has values of BF16, as training adds it."""
+    others have `dtype`; None: as stored. The bias of an FP8 GEMM has values of BF16, as training adds it."""
 
     def __init__(self, folder: Path, scales: dict[str, Scales], dtype: torch.dtype | None):
         super().__init__(folder, dtype=dtype)
