@@ -234,6 +234,9 @@ DAMAGE = {  # what happened to a folder of two shards: (damage, words of the lin
     "a tensor has another type": (
         lambda folder, files: replace_tensor(folder / files[1], EMBEDDING, torch.Tensor.char),
         f"tensor {EMBEDDING} is I8; save the model in bfloat16"),
+    "the index is missing": (
+        lambda folder, files: (folder / "model.safetensors.index.json").unlink(),
+        "no model.safetensors, nor shards that a model.safetensors.index.json names"),
     "the index has no object": (
         lambda folder, files: edit_json(folder / "model.safetensors.index.json", weight_map=files),
         "index.json: weight_map must be an object"),

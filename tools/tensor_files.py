@@ -84,8 +84,9 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{path}: weight_map must be an object, tensor: file; copy the file again")
     names = sorted({Path(str(name)).name for name in weight_map.values()})  # never outside the folder
     if not names:
-        raise ValueError(f"{folder}: no model.safetensors; a pickle (*.bin) is not read, since it can run "
-                         "code: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) converts it")
+        raise ValueError(f"{folder}: no model.safetensors, nor shards that a model.safetensors.index.json "
+                         "names; a pickle (*.bin) is not read, since it can run code: "
+                         "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) converts it")
     return [folder / name for name in names]
 
 
