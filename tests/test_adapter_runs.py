@@ -14,9 +14,19 @@ import sample
 import train
 from hf_folders import make_model, make_tokenizer
 from nanote import checkpoint, recipes, trained_model
+from nanote.tokenizers import get_tokenizer
 from nanote.tokens import write_tokens
 from tools import adapter_weights, export_hf, import_hf
-from trainer_tools import losses, metrics, python_block, run_script, run_train, sign, write_edit
+from trainer_tools import (
+    losses,
+    metrics,
+    python_block,
+    randomize,
+    run_script,
+    run_train,
+    sign,
+    write_edit,
+)
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --grad-accum 2 --device cpu"
@@ -317,6 +327,37 @@ def test_a_base_is_rounded_as_when_the_run_began(tokens, capsys):
     model = trained_model.load_run(Path("mixed/step-4"), meta, NAME, "cpu", torch.float32)
     weight = model.blocks[0].attn.qkv.weight
     assert torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.usefixtures("here")
+def test_an_export_may_round_the_sum_to_bf16(tokens):
+    """Whatever that does to the logits: large weights amplify it."""
+    transformers = pytest.importorskip("transformers")
+    model = randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=288, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=256, eos_token_id=256)))
+    for parameter in model.model.layers.parameters():
+        parameter.data *= 3
+    model.bfloat16().save_pretrained("hf")
+    export_hf.fast_tokenizer(get_tokenizer("byte"), 64).save_pretrained("hf")
+    import_hf.import_folder("hf", "imported")
+    options = f"--config imported/config.json {STEPS} {LORA} --dtype bfloat16 --seq-len 32 --device cpu"
+    assert run_train(f"{options} --micro-batch-size 1 --init-from imported --out-dir run", tokens) == 0
+    export_hf.export("run", "merged", model_name=NAME)
+    assert load_file("merged/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    logits, ids = logits_of_run("run")
+    merged = without_adapters("merged")(ids).logits
+    assert (merged - logits).abs().max() > 0.02 * logits.abs().max()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_float32_run_beside_a_base_in_bf16_is_exported(tokens):
+    """The run has read the float32 masters of the base, which are not written."""
+    options = f"{SHAPE} {STEPS} {LORA} --dtype float32 --init-from base --out-dir mixed"
+    assert run_train(options, tokens) == 0
+    export_hf.export("mixed", "hf", model_name=NAME)
+    dtypes = {tensor.dtype for tensor in load_file("hf/model.safetensors").values()}
+    assert dtypes == {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("here")

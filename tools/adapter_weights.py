@@ -84,8 +84,8 @@ def read_base(folder: Path, masters: bool, rows: int) -> tuple[Mapping[str, torc
 class MergedWeights(LazyTensors):
     """The weights of a base, to which adapters are added in float32: {name: tensor}.
 
-    base: the weights of a run that its base lacks, and those of the base, as `read_base` returns them.
-        Adapters among them are left out.
+    base: the weights of a run that its base lacks, RunWeights, and those of the base, as `read_base` returns
+        them. Adapters among them are left out.
     shapes: {name: shape} of both.
     dtype: of the tensors returned; None: as the base has them.
     trained_beside: the dtype to which the run rounded the weights of its base; None: it has no other base.
@@ -102,12 +102,25 @@ class MergedWeights(LazyTensors):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.base[name]
-        weight = stored if self.trained_beside is None else stored.to(self.trained_beside)
+        weight = stored
+        if self.trained_beside is not None and name not in self.base.maps[0]:
+            weight = stored.to(self.trained_beside)
         if pair := self.added.pair(name):
             a, b = pair
             scale = self.added.alpha / self.added.rank
             weight = weight.float() + scale * b.float() @ a.float()
         return weight.to(self.dtype or stored.dtype)
+
+    def as_in_run(self) -> "MergedWeights":
+        """Return the weights with which the run's model computes, in float32: sums that are not rounded, of
+        adapters without their masters and of the masters of the base."""
+        of_run, of_base = self.base.maps
+        of_run = RunWeights(of_run.folder)
+        if isinstance(of_base, RunWeights):
+            of_base = RunWeights(of_base.folder, masters=True)
+        added = self.added._replace(tensors=of_run)
+        base = ChainMap(of_run, of_base)
+        return MergedWeights(base, self.shapes, added, torch.float32, self.trained_beside)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor without reading it."""

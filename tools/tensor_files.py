@@ -129,6 +129,7 @@ class RunWeights(LazyTensors):
     """
 
     def __init__(self, folder, masters: bool = False, dtype: torch.dtype | None = None):
+        self.folder = folder
         self.reader = checkpoint.TensorReader(folder)
         self.dtype = dtype
         self.stored_names = {}  # {name: name in the checkpoint}
