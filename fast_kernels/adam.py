@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div
 
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
@@ -218,6 +218,20 @@ def _sum_of_squares(gradient, addend, stride, start, size, ADDENDS: tl.constexpr
     return squares
 
 
+@per_shape
+def _adam_launch(programs, dtype, gradient_dtype, master, moment_dtype, copies):
+    return Launch(
+        _adam, (programs,), weight_type=TYPES[dtype], gradient_type=TYPES[gradient_dtype], master=master,
+        moment_type=TYPES[moment_dtype], COPIES=copies, CHUNK=CHUNK, BLOCK=1024, num_warps=4)
+
+
+@per_shape
+def _squares_launch(programs, stride, gradient_dtype, addends):
+    return Launch(
+        _squares, (programs,), stride=stride, gradient_type=TYPES[gradient_dtype], ADDENDS=addends,
+        CHUNK=CHUNK, BLOCK=1024, num_warps=4)
+
+
 # ---------------------------------------------------------------- the optimizer
 
 @dataclass
@@ -358,11 +372,8 @@ class FastAdam(torch.optim.Optimizer):
             sums.append(torch.empty(len(arguments.chunks), device=arguments.lr.device))
             if len(arguments.chunks):
                 with torch.cuda.device_of(arguments.lr):  # Triton launches on the current device
-                    launch(
-                        _squares, (len(arguments.chunks),),
-                        arguments.pointers, arguments.chunks, sums[-1], stride=stride,
-                        gradient_type=TYPES[self.gradient_dtype], ADDENDS=addends, CHUNK=CHUNK, BLOCK=1024,
-                        num_warps=4)
+                    launch = _squares_launch(len(arguments.chunks), stride, self.gradient_dtype, addends)
+                    launch(arguments.pointers, arguments.chunks, sums[-1])
         return torch.cat(sums).sum()
 
     @torch.no_grad()
@@ -390,12 +401,12 @@ class FastAdam(torch.optim.Optimizer):
             if grad_scale is None:
                 grad_factor = torch.ones((), device=arguments.lr.device)
             with torch.cuda.device_of(arguments.lr):
+                launch = _adam_launch(
+                    len(arguments.chunks), self.dtype, self.gradient_dtype, self.master, self.moment_dtype,
+                    copies)
                 launch(
-                    _adam, (len(arguments.chunks),),
                     arguments.pointers, arguments.chunks, corrections, arguments.lr, grad_factor,
-                    arguments.hyperparameters, self.copy_distances, weight_type=TYPES[self.dtype],
-                    gradient_type=TYPES[self.gradient_dtype], master=self.master,
-                    moment_type=TYPES[self.moment_dtype], COPIES=copies, CHUNK=CHUNK, BLOCK=1024, num_warps=4)
+                    arguments.hyperparameters, self.copy_distances)
         return loss
 
     # ------------------------------------------------------------ the kernels' arguments

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
 
 try:
@@ -425,23 +425,39 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     batch, length, _, head_dim = qkv.shape
     qk = qkv.new_empty(batch, length, qk_heads, head_dim)
     if not is_fake(qkv):
-        tiles, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
-        launch(
-            _norm_rope_kernel, (tiles,),
-            qkv, qk, cos, sin, q_weight, k_weight, n_head=n_head, qk_heads=qk_heads, eps=eps, **sizes)
+        sizes = qkv.shape, qkv.stride(1), _positions(qkv, cos), n_head, qk_heads
+        _norm_rope_launch(*sizes, eps)(qkv, qk, cos, sin, q_weight, k_weight)
     return qk
 
 
-def _norm_rope_sizes(qkv, qk_heads, cos):
-    """Return (tiles, launch parameters) of both kernels; positions: rows of cos and sin, S or B·S."""
-    batch, length, _, head_dim = qkv.shape
-    positions = length if cos is None else cos.numel() // (head_dim // 2)
+def _positions(qkv, cos):
+    """Return the number of rows of cos and sin, S or B·S."""
+    length, head_dim = qkv.shape[1], qkv.shape[3]
+    return length if cos is None else cos.numel() // (head_dim // 2)
+
+
+@per_shape
+def _norm_rope_launch(qkv_shape, token_stride, positions, n_head, qk_heads, eps):
+    tiles, options = _norm_rope_options(qkv_shape, token_stride, positions, n_head, qk_heads)
+    return Launch(_norm_rope_kernel, (tiles,), eps=eps, **options)
+
+
+@per_shape
+def _norm_rope_backward_launch(qkv_shape, token_stride, positions, n_head, qk_heads, eps):
+    tiles, options = _norm_rope_options(qkv_shape, token_stride, positions, n_head, qk_heads)
+    return Launch(_norm_rope_backward_kernel, (min(tiles, PROGRAMS),), eps=eps, **options)
+
+
+def _norm_rope_options(qkv_shape, token_stride, positions, n_head, qk_heads):
+    """Return (tiles, launch parameters) of both kernels."""
+    batch, length, _, head_dim = qkv_shape
     half = next_power_of_2(head_dim // 2)
     rows = batch * length * qk_heads
     tile_rows = max(TILE // half, 1)
-    sizes = dict(
-        rows=rows, positions=positions, token_stride=qkv.stride(1), D=head_dim, HALF=half, ROWS=tile_rows)
-    return ceil_div(rows, tile_rows), sizes
+    options = dict(
+        rows=rows, positions=positions, n_head=n_head, qk_heads=qk_heads, token_stride=token_stride,
+        D=head_dim, HALF=half, ROWS=tile_rows)
+    return ceil_div(rows, tile_rows), options
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
@@ -452,15 +468,13 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     dk_weight = torch.empty_like(k_weight) if has_norm else qkv.new_empty(0)
     if is_fake(qkv) or (cos is None and not has_norm):
         return dq_weight, dk_weight
-    tiles, sizes = _norm_rope_sizes(qkv, qk_heads, cos)
-    programs = min(tiles, PROGRAMS)
+    sizes = qkv.shape, qkv.stride(1), _positions(qkv, cos), n_head, qk_heads
+    launch = _norm_rope_backward_launch(*sizes, eps)
     partial_sums = None
     if has_norm:
+        programs, = launch.grid
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
-    launch(
-        _norm_rope_backward_kernel, (programs,),
-        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, n_head=n_head, qk_heads=qk_heads, eps=eps,
-        **sizes)
+    launch(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums)
     if has_norm:
         of_q, of_k = partial_sums.sum(0)
         dq_weight.copy_(of_q)

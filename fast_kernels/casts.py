@@ -25,7 +25,7 @@ import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
 from fast_kernels.fp8 import FP8Data, as_arguments
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import (
     ceil_div,
     check_aligned,
@@ -210,16 +210,19 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
     if not is_fake(x):
-        sizes = _norm_sizes(rows, columns)
-        programs = rows // sizes["ROWS"]
         mean_out = None if bias is None else mean  # None: the kernel computes an RMSNorm
-        launch(
-            kernels._norm_kernel, (programs,),
-            x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv,
-            C=columns, eps=eps, **sizes)
+        _norm_launch(rows, columns, eps)(
+            x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv)
         if scale is not None:
             transpose(rowwise, columnwise)
     return residual, rowwise, columnwise, scale_inv, mean, rstd
+
+
+@per_shape
+def _norm_launch(rows, columns, eps):
+    sizes = _norm_sizes(rows, columns)
+    programs = rows // sizes["ROWS"]
+    return Launch(kernels._norm_kernel, (programs,), C=columns, eps=eps, **sizes)
 
 
 def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None, with_dbranch_bias=False):
@@ -266,16 +269,22 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     sums = len(_sums_over_rows(mean, with_dbranch_bias))
     totals = weight.new_empty(sums, columns)
     if not is_fake(dy):
-        programs, sizes = _norm_backward_sizes(rows, columns)
+        launch = _norm_backward_launch(rows, columns, with_dbranch_bias)
+        programs, = launch.grid
         partial_sums = dy.new_empty(programs, sums, columns, dtype=torch.float32)
-        launch(
-            kernels._norm_backward_kernel, (programs,),
-            dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums,
-            N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
+        launch(dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums)
         reduce_rows(partial_sums, totals)
         if scale is not None:
             transpose(rowwise, columnwise)
     return dx, rowwise, columnwise, scale_inv, totals
+
+
+@per_shape
+def _norm_backward_launch(rows, columns, with_dbranch_bias):
+    programs, sizes = _norm_backward_sizes(rows, columns)
+    return Launch(
+        kernels._norm_backward_kernel, (programs,), N=rows, C=columns, WITH_DBRANCH_BIAS=with_dbranch_bias,
+        **sizes)
 
 
 def activate(activation, x, bias, quantization):
@@ -306,12 +315,18 @@ def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
-        programs, options = _tile(TILE, rows, columns)
-        launch(
-            kernels._activation_kernel, (programs,),
-            x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums_ptr=None, N=rows, D=columns,
-            KIND=GATED.get(activation, activation), GATED=activation in GATED, **options)
+        _activation_launch(activation, rows, columns, with_dbias=False)(
+            x, bias, scale, amax, rowwise, columnwise, scale_inv, None)
     return rowwise, columnwise, scale_inv
+
+
+@per_shape
+def _activation_launch(activation, rows, columns, with_dbias):
+    """with_dbias: write partial sums of x. activation "identity": cast x."""
+    programs, options = _tile(DBIAS_TILE if with_dbias else TILE, rows, columns)
+    return Launch(
+        kernels._activation_kernel, (programs,), N=rows, D=columns, KIND=GATED.get(activation, activation),
+        GATED=activation in GATED, **options)
 
 
 def activate_backward(activation, dy, x, bias, quantization):
@@ -348,21 +363,25 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
     rowwise, columnwise, scale_inv = _allocate_output(x, *x.shape, fp8_dtype)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     if not is_fake(x):
-        rows, columns = dy.shape
-        is_gated = activation in GATED
-        sizes = TILE if is_gated else DBIAS_TILE  # gated, a tile has two outputs
-        programs, options = _tile(sizes, rows, columns)
+        launch = _activation_backward_launch(activation, *dy.shape)
         partial_sums = None
         if bias is not None:
-            tile_rows = ceil_div(rows, sizes["ROWS"])
+            tile_rows = ceil_div(x.shape[0], launch.options["ROWS"])
             partial_sums = x.new_empty(tile_rows, x.shape[1], dtype=torch.float32)
-        launch(
-            kernels._activation_backward_kernel, (programs,),
-            dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
-            KIND=GATED.get(activation, activation), GATED=is_gated, **options)
+        launch(dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
         if bias is not None:
             reduce_rows(partial_sums, dbias)
     return rowwise, columnwise, scale_inv, dbias
+
+
+@per_shape
+def _activation_backward_launch(activation, rows, columns):
+    is_gated = activation in GATED
+    sizes = TILE if is_gated else DBIAS_TILE  # gated, a tile has two outputs
+    programs, options = _tile(sizes, rows, columns)
+    return Launch(
+        kernels._activation_backward_kernel, (programs,), N=rows, D=columns,
+        KIND=GATED.get(activation, activation), GATED=is_gated, **options)
 
 
 def cast(x, quantization, with_dbias=False, out=None):
@@ -387,16 +406,12 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     rows, columns = x.shape
     dbias = x.new_empty(columns if with_dbias else 0)
     if not is_fake(x):
-        sizes = DBIAS_TILE if with_dbias else TILE
-        programs, options = _tile(sizes, rows, columns)
         partial_sums = None
         if with_dbias:
-            tile_rows = ceil_div(rows, sizes["ROWS"])
+            tile_rows = ceil_div(rows, DBIAS_TILE["ROWS"])
             partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
-        launch(
-            kernels._activation_kernel, (programs,),
-            x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, N=rows, D=columns,
-            KIND="identity", GATED=False, **options)
+        _activation_launch("identity", rows, columns, with_dbias)(
+            x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
         if with_dbias:
             reduce_rows(partial_sums, dbias)
     return dbias
@@ -431,29 +446,40 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
     table, tiles = device_tables(x[0].device, key, make)
-    launch(
-        kernels._cast_all_kernel, (len(tiles),),
-        table, tiles, FP8_DTYPE=TRITON_TYPES[rowwise[0].dtype], TRANSPOSES=transposes, **TILE)
+    _cast_all_launch(len(tiles), rowwise[0].dtype, transposes)(table, tiles)
+
+
+@per_shape
+def _cast_all_launch(tiles, fp8_dtype, transposes):
+    return Launch(
+        kernels._cast_all_kernel, (tiles,), FP8_DTYPE=TRITON_TYPES[fp8_dtype], TRANSPOSES=transposes, **TILE)
 
 
 # ---------------------------------------------------------------- parts of the above
 
 def reduce_rows(x, out):
     """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
-    columns = out.numel()
-    programs = ceil_div(columns, 16)
-    launch(
-        kernels._reduce_rows_kernel, (programs,),
-        x, out, P=x.shape[0], W=columns, ROWS=256, COLUMNS=16, num_warps=8)
+    _reduce_rows_launch(x.shape[0], out.numel())(x, out)
     return out
+
+
+@per_shape
+def _reduce_rows_launch(rows, columns):
+    programs = ceil_div(columns, 16)
+    return Launch(
+        kernels._reduce_rows_kernel, (programs,), P=rows, W=columns, ROWS=256, COLUMNS=16, num_warps=8)
 
 
 def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N). N and D are multiples of 16, and
     columnwise starts at a multiple of 4 bytes, since the kernel writes 32 bits at a time."""
-    rows, columns = rowwise.shape
+    _transpose_launch(*rowwise.shape)(rowwise, columnwise)
+
+
+@per_shape
+def _transpose_launch(rows, columns):
     programs, options = _tile(TRANSPOSE_TILE, rows, columns)
-    launch(kernels._transpose_kernel, (programs,), rowwise, columnwise, N=rows, D=columns, **options)
+    return Launch(kernels._transpose_kernel, (programs,), N=rows, D=columns, **options)
 
 
 @operation("(Tensor rowwise) -> Tensor")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div, check_shape, is_fake, operation
 
 CHUNK = 32  # tokens per program
@@ -117,14 +117,17 @@ def _embed(tokens, weight, positions, position_weight):
     out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
     if is_fake(out):
         return out
-    program_columns = 4 * COLUMNS
-    grid = tokens.numel(), ceil_div(columns, program_columns)
-    launch(
-        _embed_kernel, grid,
-        tokens, weight, positions, position_weight, out, VOCAB_SIZE=len(weight),
-        NUM_POSITIONS=len(position_weight), POSITIONS=positions.numel(), C=columns, COLUMNS=program_columns,
-        num_warps=4)
+    launch = _embed_launch(tokens.numel(), len(weight), len(position_weight), positions.numel(), columns)
+    launch(tokens, weight, positions, position_weight, out)
     return out
+
+
+@per_shape
+def _embed_launch(tokens, vocab_size, num_positions, positions, columns):
+    program_columns = 4 * COLUMNS
+    return Launch(
+        _embed_kernel, (tokens, ceil_div(columns, program_columns)), VOCAB_SIZE=vocab_size,
+        NUM_POSITIONS=num_positions, POSITIONS=positions, C=columns, COLUMNS=program_columns, num_warps=4)
 
 
 class _TiedEmbed(torch.autograd.Function):
@@ -163,10 +166,17 @@ def _add_by_index(indices, dy, out):
     indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
     chunks = ceil_div(count, CHUNK)
     partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
-    grid = chunks, ceil_div(columns, COLUMNS)
-    sizes = dict(NUM_EMBEDDINGS=len(out), N=count, C=columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
-    launch(_sum_by_index_kernel, grid, dy, indices, order, out, partial_sums, **sizes)
-    launch(_join_index_sums_kernel, grid, indices, out, partial_sums, **sizes)
+    sum_by_index_launch, join_launch = _add_by_index_launches(len(out), count, columns)
+    sum_by_index_launch(dy, indices, order, out, partial_sums)
+    join_launch(indices, out, partial_sums)
+
+
+@per_shape
+def _add_by_index_launches(num_embeddings, count, columns):
+    grid = ceil_div(count, CHUNK), ceil_div(columns, COLUMNS)
+    sizes = dict(
+        NUM_EMBEDDINGS=num_embeddings, N=count, C=columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    return Launch(_sum_by_index_kernel, grid, **sizes), Launch(_join_index_sums_kernel, grid, **sizes)
 
 
 @triton.jit

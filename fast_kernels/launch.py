@@ -1,62 +1,65 @@
 """Launches of Triton kernels that cost the host less than Triton's own.
 
+    @per_shape
+    def _double_launch(rows):
+        return Launch(_double_kernel, (rows,), N=rows, num_warps=4)
+
+    _double_launch(len(x))(x, out)
+
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
-for its type and alignment, and builds a key of strings. The key of `launch` is a plain tuple: kernel, device,
-dtypes, which tensors are not aligned, and values.
+for its type and alignment, and builds a key of strings. Here grid and numbers are chosen once per shape, and
+a launch looks its variant up by the tensors' dtypes.
 """
+
+import functools
+import math
 
 import triton
 from triton.runtime import driver
 
-MAX_VARIANTS = 4096
-UNALIGNED = "unaligned"  # in the key after the dtype of a tensor that starts at no multiple of 16 bytes
+MAX_LAUNCHES = 1024  # of one function: each batch length has its own
 NO_HOOKS = (None, None, None)  # launch metadata, and what Triton's own profiler calls before and after
-_variants = {}  # {key of `launch`: _Variant}
+
+# Decorates a function that returns a Launch
+per_shape = functools.lru_cache(MAX_LAUNCHES)
 
 
-class _Variant:
-    """A compiled kernel, and the values of the arguments that are passed by keyword."""
-
-    def __init__(self, compiled, names, options):
-        self.run = compiled.run
-        self.head = compiled.function, compiled.packed_metadata, *NO_HOOKS
-        self.tail = tuple([options[name] for name in names])
-
-
-def launch(kernel, grid, *args, **options):
-    """Launch `kernel[grid](*args, **options)` on the current stream. The tensors are on the current device.
+class Launch:
+    """`kernel[grid](*tensors, **options)` on the current stream, for any tensors on the current device.
 
     Args:
         kernel: a function of triton.jit. A number is always passed to it as an int, or always as a float.
         grid: programs in one, two or three dimensions.
-        args: the leading arguments: tensors or None; the first is a tensor.
-        options: the other arguments, in any order, and num_warps.
+        options: the arguments after the tensors, in any order, and num_warps.
     """
-    if not isinstance(kernel, triton.JITFunction):  # in the interpreter
-        kernel[grid](*args, **options)
-        return
-    device_index = args[0].get_device()
-    key = [kernel.fn, device_index]
-    values = []
-    for tensor in args:
-        if tensor is None:
-            key.append(None)
-            values.append(None)
-            continue
-        address = tensor.data_ptr()
-        key.append(tensor.dtype)
-        if address % 16:  # Triton compiles another variant for it
-            key.append(UNALIGNED)
-        values.append(address)
-    key = (*key, *options, *options.values())
-    variant = _variants.get(key)
-    if variant is None:
-        compiled = kernel[grid](*args, **options)
-        names = kernel.arg_names[len(args):]
-        if len(_variants) == MAX_VARIANTS:  # each batch length has its own
-            _variants.clear()
-        _variants[key] = _Variant(compiled, names, options)
-        return
-    stream = driver.active.get_current_stream(device_index)
-    x, y, z = (*grid, 1, 1)[:3]
-    variant.run(x, y, z, stream, *variant.head, *values, *variant.tail)
+
+    def __init__(self, kernel, grid, **options):
+        self.kernel = kernel
+        self.grid = grid
+        self.options = options
+        self.is_interpreted = not isinstance(kernel, triton.JITFunction)
+        self.variants = {}  # {key of `__call__`: (run, its arguments before the stream, …)}
+
+    def __call__(self, *tensors):
+        """Launch the kernel. Of the tensors some may be None, but not the first."""
+        if self.is_interpreted:
+            self.kernel[self.grid](*tensors, **self.options)
+            return
+        device_index = tensors[0].get_device()
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        key = (device_index, *[None if x is None else x.dtype for x in tensors])
+        if math.gcd(16, *filter(None, addresses)) != 16:  # Triton compiles another variant for these tensors
+            key += tuple([address is not None and address % 16 > 0 for address in addresses])
+        variant = self.variants.get(key)
+        if variant is None:
+            compiled = self.kernel[self.grid](*tensors, **self.options)
+            self.variants[key] = self._make_variant(compiled, len(tensors))
+            return
+        run, grid, kernel, numbers = variant
+        run(*grid, driver.active.get_current_stream(device_index), *kernel, *NO_HOOKS, *addresses, *numbers)
+
+    def _make_variant(self, compiled, tensor_count):
+        """Return what `__call__` passes to a compiled kernel, beside stream and tensors."""
+        x, y, z = (*self.grid, 1, 1)[:3]
+        numbers = [self.options[name] for name in self.kernel.arg_names[tensor_count:]]
+        return compiled.run, (x, y, z), (compiled.function, compiled.packed_metadata), numbers

@@ -21,7 +21,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor, Quantization, as_arguments
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # The fastest of those tried on an H200: 16 logits per thread; for FP8 a tile with 32 per thread.
@@ -114,12 +114,15 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8_dt
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not is_fake(logits):
-        launch(
-            _forward_kernel, (rows,),
-            logits, labels, losses, lse, V=vocab_size, smoothing=label_smoothing or None, softcap=softcap,
-            **LAUNCH)
+        _forward_launch(rows, vocab_size, label_smoothing, softcap)(logits, labels, losses, lse)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
     return losses.sum() / count, lse, count
+
+
+@per_shape
+def _forward_launch(rows, vocab_size, label_smoothing, softcap):
+    return Launch(
+        _forward_kernel, (rows,), V=vocab_size, smoothing=label_smoothing or None, softcap=softcap, **LAUNCH)
 
 
 ARGUMENTS = "Tensor labels, Tensor lse, Tensor factor, float label_smoothing, float? softcap"
@@ -130,11 +133,15 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
     """Write the logits' gradient, that of the sum over rows times factor, () float32, to `out`."""
     rows, vocab_size = logits.shape
     if not is_fake(logits):
-        programs = rows * ceil_div(vocab_size, LAUNCH["BLOCK"])
-        launch(
-            _backward_kernel, (programs,),
-            logits, out, labels, lse, factor, V=vocab_size, smoothing=label_smoothing or None,
-            softcap=softcap, **LAUNCH)
+        _backward_launch(rows, vocab_size, label_smoothing, softcap)(logits, out, labels, lse, factor)
+
+
+@per_shape
+def _backward_launch(rows, vocab_size, label_smoothing, softcap):
+    programs = rows * ceil_div(vocab_size, LAUNCH["BLOCK"])
+    return Launch(
+        _backward_kernel, (programs,), V=vocab_size, smoothing=label_smoothing or None, softcap=softcap,
+        **LAUNCH)
 
 
 @operation(
@@ -145,12 +152,17 @@ def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, 
     rows, vocab_size = logits.shape
     rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8_dtype)
     if not is_fake(logits):
-        tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
-        launch(
-            _backward_fp8_kernel, (tiles,),
-            logits, labels, lse, factor, scale, amax, rowwise, columnwise, scale_inv, N=rows, V=vocab_size,
-            smoothing=label_smoothing or None, softcap=softcap, **BACKWARD_FP8)
+        _backward_fp8_launch(rows, vocab_size, label_smoothing, softcap)(
+            logits, labels, lse, factor, scale, amax, rowwise, columnwise, scale_inv)
     return rowwise, columnwise, scale_inv
+
+
+@per_shape
+def _backward_fp8_launch(rows, vocab_size, label_smoothing, softcap):
+    tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
+    return Launch(
+        _backward_fp8_kernel, (tiles,), N=rows, V=vocab_size, smoothing=label_smoothing or None,
+        softcap=softcap, **BACKWARD_FP8)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from fast_kernels.casts import TRITON_TYPES
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div, check_shape, is_fake, next_power_of_2, operation
 
 MAX_RANK = 256  # a program has all ranks of w
@@ -75,15 +75,21 @@ def _narrow_gemm(x, scale_inv, w, factor, transposes):
     out = torch.empty((rank, rows) if transposes else (rows, rank), dtype=torch.bfloat16, device=x.device)
     if is_fake(x):
         return out
-    w_rank_stride, w_column_stride = w.stride()
-    out_row_stride, out_rank_stride = out.stride() if not transposes else out.stride()[::-1]
-    tile = NARROW_TILE if rank <= 64 else WIDE_TILE
-    launch(
-        _narrow_gemm_kernel, (ceil_div(rows, ROWS),),
-        x, scale_inv, w, out, N=rows, K=columns, W_RANK_STRIDE=w_rank_stride, W_COLUMN_STRIDE=w_column_stride,
-        OUT_ROW_STRIDE=out_row_stride, OUT_RANK_STRIDE=out_rank_stride, FACTOR=float(factor), RANK=rank,
-        PADDED_RANK=next_power_of_2(rank), ROWS=ROWS, IN_FLOAT32=not x.is_cuda, **tile)
+    out_strides = out.stride() if not transposes else out.stride()[::-1]
+    launch = _narrow_gemm_launch(rows, columns, rank, w.stride(), out_strides, float(factor), not x.is_cuda)
+    launch(x, scale_inv, w, out)
     return out
+
+
+@per_shape
+def _narrow_gemm_launch(rows, columns, rank, w_strides, out_strides, factor, in_float32):
+    w_rank_stride, w_column_stride = w_strides
+    out_row_stride, out_rank_stride = out_strides
+    tile = NARROW_TILE if rank <= 64 else WIDE_TILE
+    return Launch(
+        _narrow_gemm_kernel, (ceil_div(rows, ROWS),), N=rows, K=columns, W_RANK_STRIDE=w_rank_stride,
+        W_COLUMN_STRIDE=w_column_stride, OUT_ROW_STRIDE=out_row_stride, OUT_RANK_STRIDE=out_rank_stride,
+        FACTOR=factor, RANK=rank, PADDED_RANK=next_power_of_2(rank), ROWS=ROWS, IN_FLOAT32=in_float32, **tile)
 
 
 @triton.jit

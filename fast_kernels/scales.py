@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast_kernels.launch import launch
+from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import ceil_div, device_tables, is_fake, operation
 
 # A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
@@ -73,10 +73,13 @@ def _update_scales(scales, histories, fp8_max, margin, algorithm):
         return [torch.tensor(rows)]
 
     table, = device_tables(scales[0].device, key, make)
-    programs = len(table)
-    launch(
-        _update_kernel, (programs,),
-        table, numerator=fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+    _update_launch(len(table), fp8_max, margin, algorithm)(table)
+
+
+@per_shape
+def _update_launch(programs, fp8_max, margin, algorithm):
+    numerator = fp8_max * 2.0**-margin
+    return Launch(_update_kernel, (programs,), numerator=numerator, IS_MAX=algorithm == "max", **TILE)
 
 
 def _check(scale, history, device):
@@ -95,12 +98,15 @@ def update_one(scale, history, fp8_max, margin, algorithm):
     if is_fake(scale):
         return
     _check(scale, history, scale.device)
-    length, slots = history.shape
+    _update_one_launch(*history.shape, fp8_max, margin, algorithm)(scale, history)
+
+
+@per_shape
+def _update_one_launch(length, slots, fp8_max, margin, algorithm):
     programs = ceil_div(slots, TILE["COLUMNS"])
-    launch(
-        _update_slots, (programs,),
-        scale, history, length=length, slots=slots, first_slot=None, numerator=fp8_max * 2.0**-margin,
-        IS_MAX=algorithm == "max", **TILE)
+    return Launch(
+        _update_slots, (programs,), length=length, slots=slots, first_slot=None,
+        numerator=fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
 
 
 @triton.jit
