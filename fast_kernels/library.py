@@ -14,10 +14,12 @@ from collections import OrderedDict, namedtuple
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
 PLAIN = torch.Tensor, torch.nn.Parameter
+dispatch_modes = torch._C._len_torch_dispatch_stack  # the number of active ones
 
 
 def ceil_div(a, b):
@@ -32,7 +34,7 @@ def next_power_of_2(n):
 
 def is_tracing():
     """Return whether a tracer or another dispatch mode must see each operation."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return is_compiling() or dispatch_modes() > 0
 
 
 def is_transforming():
@@ -42,7 +44,7 @@ def is_transforming():
 
 def is_fake(tensor):
     """Return whether a tensor has no data, so that no kernel can be launched."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
+    return type(tensor) is FakeTensor or tensor.is_meta  # isinstance takes 0.3 us for a class of tensors
 
 
 @functools.cache
@@ -77,13 +79,14 @@ def operation(schema, setup_context=None, backward=None):
         op = getattr(torch.ops.fast_kernels, name).default
         arguments = op._schema.arguments
         tensor_places = [place for place, x in enumerate(arguments) if "Tensor" in str(x.type)]
+        first_place, *other_places = tensor_places
         takes_lists = "[]" in schema
 
         def on_device(*args):
             """Call the function on the device of its arguments, which need not be the current one."""
             firsts = list(map(_first, args)) if takes_lists else args
-            index = firsts[tensor_places[0]].get_device()  # the first tensor of a schema is never None
-            for place in tensor_places:
+            index = firsts[first_place].get_device()  # the first tensor of a schema is never None
+            for place in other_places:
                 x = firsts[place]
                 if x is not None and x.get_device() != index:
                     raise _device_error(name, [firsts[other] for other in tensor_places])
@@ -98,7 +101,7 @@ def operation(schema, setup_context=None, backward=None):
         if backward is None:
             @functools.wraps(function)
             def call(*args):
-                return op(*args) if is_tracing() else on_device(*args)
+                return op(*args) if is_compiling() or dispatch_modes() else on_device(*args)
             return call
 
         torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)
