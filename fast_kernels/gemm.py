@@ -47,7 +47,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_DATA_TYPE = 26
-POINTER_BYTES = 8
+POINTER_BYTES = ctypes.c_size_t(8)
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 REDUCTION_SCHEME_MASK = 3
 MIN_ALIGNMENT_BYTES = (5, 6, 7, 8)  # of A, B, C and D
@@ -77,9 +77,14 @@ def _library():
         return None
     # with these, ctypes takes addresses as plain numbers: half of the host's time per call
     library.cublasLtMatmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
-    library.cublasLtMatmulDescSetAttribute.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
     return library
+
+
+def _set_attribute():
+    """Return cublasLtMatmulDescSetAttribute. It copies some bytes, so it keeps Python's lock, and takes no
+    Python numbers but int: ctypes then needs half of the host's time per call."""
+    library = _library()
+    return ctypes.PyDLL(library._name, handle=library._handle).cublasLtMatmulDescSetAttribute
 
 
 def gemm_reference(a, a_scale_inv, b, b_scale_inv, bias=None):
@@ -102,8 +107,8 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
 
     All but the scales must start at a multiple of 16 bytes. Returns (M, N), `out` if given.
     """
-    _check_out("gemm", out, accumulate)
     if out is None:
+        _check_new_out("gemm", accumulate)
         out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
     _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
@@ -115,29 +120,26 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
 def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
-    operands = a, a_scale_inv, b, b_scale_inv, bias, out
-    bias_shape = None
-    bias_dtype = None
-    bias_address = 0
     is_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
+    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    bias_key = None
     if bias is not None:
-        bias_shape = bias.shape
-        bias_dtype = bias.dtype
-        bias_address = bias.data_ptr()
         is_contiguous = is_contiguous and bias.is_contiguous()
-    key = (a.shape, b.shape, out.shape, bias_shape, a.dtype, b.dtype, out.dtype, bias_dtype, accumulate,
-           accumulation, a.get_device())
+        addresses |= bias.data_ptr()
+        bias_key = bias.shape, bias.dtype
+    key = (a.shape, b.shape, out.shape, a.dtype, b.dtype, out.dtype, bias_key, accumulation, accumulate,
+           a.get_device())
     plan = _plans.get(key)
+    operands = a, a_scale_inv, b, b_scale_inv, bias, out
     if plan is None or not is_contiguous:  # a shape is checked when it is new; contiguity is not in the key
         _check(operands, accumulation)
-    if (a.data_ptr() | b.data_ptr() | bias_address | out.data_ptr()) % 16:  # one of them is not aligned
+    if addresses % 16:  # one of them is not aligned
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
-    if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
-        _run_torch(operands, accumulation, accumulate)
-        return
-    if plan is None:
+    if torch.are_deterministic_algorithms_enabled():
+        plan = None
+    elif plan is None and a.is_cuda and _library() is not None:
         plan = _add_plan(key, operands, accumulate, accumulation)
-    if not _run_plan(plan, operands):
+    if plan is None or not plan.is_run(operands):
         _run_torch(operands, accumulation, accumulate)
 
 
@@ -182,8 +184,8 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
-def _check_out(name, out, accumulate):
-    if accumulate and out is None:
+def _check_new_out(name, accumulate):
+    if accumulate:
         raise ValueError(f"fast_kernels.{name}: accumulate=True adds to `out`; pass out=…")
 
 
@@ -204,7 +206,8 @@ def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
     PyTorch computes what cuBLASLt cannot: M, N or K that is not a multiple of 8, an address that is not a
     multiple of 16 bytes, other dtypes and strides. Not differentiable. Returns (M, N), `out` if given.
     """
-    _check_out("gemm_bf16", out, accumulate)
+    if out is None:
+        _check_new_out("gemm_bf16", accumulate)
     result = _run_cublaslt_in_bf16(a, b, bias, out, accumulate)
     if result is None:
         result = _run_torch_in_bf16(a, b, bias, out, accumulate)
@@ -230,7 +233,7 @@ def _run_cublaslt_in_bf16(a, b, bias, out, accumulate):
     operands = a, None, b, None, bias, out
     if plan is None:
         plan = _add_plan(key, operands, accumulate)
-    return out if _run_plan(plan, operands) else None
+    return out if plan.is_run(operands) else None
 
 
 def _describe(x):
@@ -292,16 +295,6 @@ def _add_plan(key, operands, accumulate, accumulation="precise"):
         return _plans[key]
 
 
-def _run_plan(plan, operands):
-    """Run a GEMM with the algorithm of its plan. Return whether cuBLASLt has one."""
-    if not plan.is_tuned and not torch.cuda.is_current_stream_capturing():
-        plan.tune(operands)
-    if plan.chosen is None:
-        return False
-    plan.run(plan.chosen, *operands)
-    return True
-
-
 class _Plan:
     """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape.
 
@@ -327,6 +320,12 @@ class _Plan:
     def __init__(self, operands, accumulate, accumulation):
         a, a_scale_inv, b, _, _, out = operands
         self.accumulate = accumulate
+        self.beta = ONE if accumulate else ZERO
+        self.device_index = a.get_device()
+        self.handle = _handle(self.device_index)
+        self.get_stream = driver.active.get_current_stream
+        self.multiply = _library().cublasLtMatmul
+        self.set_attribute = _set_attribute()
         self.preferences = _make_preferences(is_fp8=a_scale_inv is not None)
         self.pointer_value = ctypes.c_void_p()  # what `run` writes to a descriptor; a new one costs time
         self.pointer_reference = ctypes.byref(self.pointer_value)
@@ -336,11 +335,11 @@ class _Plan:
         self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
         for is_fast in ACCUMULATIONS[accumulation]:
             descriptor = _make_descriptor(operands, is_fast)
-            for algorithm in self._ask_heuristic(descriptor, a.get_device()):
+            for algorithm in self._ask_heuristic(descriptor):
                 self.candidates.append((descriptor, algorithm))
         self.chosen = self.candidates[0] if self.candidates else None
 
-    def _ask_heuristic(self, descriptor, device_index):
+    def _ask_heuristic(self, descriptor):
         """Return cuBLASLt's candidates in the heuristic's order; none if it does not support the GEMM."""
         a, b, out = self.layouts
         library = _library()
@@ -351,12 +350,20 @@ class _Plan:
         found = (_Algorithm * ALGORITHMS)()
         count = ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(device_index), descriptor, b, a, out, out, preference, ALGORITHMS, found,
-            ctypes.byref(count))
+            self.handle, descriptor, b, a, out, out, preference, ALGORITHMS, found, ctypes.byref(count))
         _check_status(library.cublasLtMatmulPreferenceDestroy(preference))
         if status != 0:
             return []
         return [algorithm for algorithm in found[:count.value] if algorithm.state == 0]
+
+    def is_run(self, operands):
+        """Run the GEMM with the chosen algorithm. Return whether cuBLASLt has one."""
+        if not self.is_tuned and not torch.cuda.is_current_stream_capturing():
+            self.tune(operands)
+        if self.chosen is None:
+            return False
+        self.run(self.chosen, *operands)
+        return True
 
     def tune(self, operands):
         """Time every candidate on the operands of this call, and set `chosen` to the fastest."""
@@ -407,7 +414,6 @@ class _Plan:
     def run(self, candidate, a, a_scale_inv, b, b_scale_inv, bias, out):
         """Launch the GEMM with one of `candidates` on the current stream."""
         descriptor, algorithm = candidate
-        device_index = a.get_device()
         workspace_bytes = algorithm.workspace_bytes
         workspace = workspace_address = None
         if workspace_bytes:
@@ -415,24 +421,25 @@ class _Plan:
             workspace_address = workspace.data_ptr()
         a_layout, b_layout, out_layout = self.layouts
         out_address = out.data_ptr()
-        library = _library()
-        set_attribute = library.cublasLtMatmulDescSetAttribute
+        set_attribute = self.set_attribute
         value = self.pointer_value
         reference = self.pointer_reference
-        beta = ONE if self.accumulate else ZERO
+        status = 0
         with _lock:  # cuBLASLt reads the descriptor before it returns
             if a_scale_inv is not None:
                 value.value = b_scale_inv.data_ptr()  # b is its first operand
-                _check_status(set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES))
+                status = set_attribute(descriptor, A_SCALE_POINTER, reference, POINTER_BYTES)
                 value.value = a_scale_inv.data_ptr()
-                _check_status(set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES))
+                status = status or set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES)
             if bias is not None:
                 value.value = bias.data_ptr()
-                _check_status(set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES))
-            _check_status(library.cublasLtMatmul(
-                _handle(device_index), descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout,
-                beta, out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm),
-                workspace_address, workspace_bytes, driver.active.get_current_stream(device_index)))
+                status = status or set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES)
+            status = status or self.multiply(
+                self.handle, descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout, self.beta,
+                out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm), workspace_address,
+                workspace_bytes, self.get_stream(self.device_index))
+        if status:
+            _check_status(status)
 
 
 def _memory(x):
@@ -484,8 +491,8 @@ def _is_mostly_nonzero(x):
 
 
 def _set(descriptor, attribute, value):
-    set_attribute = _library().cublasLtMatmulDescSetAttribute
-    _check_status(set_attribute(descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    _check_status(_set_attribute()(descriptor, attribute, ctypes.byref(value), size))
 
 
 def _check_status(status):
