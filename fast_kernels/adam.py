@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fast_kernels.launch import Launch, per_shape
-from fast_kernels.library import ceil_div
+from fast_kernels.library import addresses_of, ceil_div
 
 # With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
@@ -245,7 +245,8 @@ class _KernelArguments:
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
-    addresses: list | None = None  # of the tensors for which `table` was written
+    states: list  # `state` of each parameter
+    addresses: tuple | None = None  # of the tensors for which `table` was written
     gradients: list = field(default_factory=list)  # weak references to the last step's; None without one
     spares: list = field(default_factory=list)  # (rows in pinned memory, table) pairs for captures
     # The pairs that graphs have taken. Never freed: nothing tells the optimizer that a graph is gone.
@@ -331,7 +332,8 @@ class FastAdam(torch.optim.Optimizer):
             table=table,
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
-            hyperparameters=torch.zeros(4, dtype=torch.float64, device=device)))
+            hyperparameters=torch.zeros(4, dtype=torch.float64, device=device),
+            states=[self.state[parameter] for parameter in parameters]))
         for parameter in parameters:
             state = self.state[parameter]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -373,7 +375,7 @@ class FastAdam(torch.optim.Optimizer):
             if len(arguments.chunks):
                 with torch.cuda.device_of(arguments.lr):  # Triton launches on the current device
                     launch = _squares_launch(len(arguments.chunks), stride, self.gradient_dtype, addends)
-                    launch(arguments.pointers, arguments.chunks, sums[-1])
+                    launch.run(arguments.pointers, arguments.chunks, sums[-1])
         return torch.cat(sums).sum()
 
     @torch.no_grad()
@@ -404,7 +406,7 @@ class FastAdam(torch.optim.Optimizer):
                 launch = _adam_launch(
                     len(arguments.chunks), self.dtype, self.gradient_dtype, self.master, self.moment_dtype,
                     copies)
-                launch(
+                launch.run(
                     arguments.pointers, arguments.chunks, corrections, arguments.lr, grad_factor,
                     arguments.hyperparameters, self.copy_distances)
         return loss
@@ -420,11 +422,11 @@ class FastAdam(torch.optim.Optimizer):
             gradients_of_groups.append([parameter.grad for parameter in group["params"]])
         self.gradient_dtype = self._find_gradient_dtype(gradients_of_groups)
         for group, gradients, arguments in zip(self.param_groups, gradients_of_groups, self.kernel_arguments):
-            tensors = list(gradients)
-            for parameter in group["params"]:
-                tensors.append(parameter)
-                tensors.extend(self.state[parameter].values())
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            tensors = list(group["params"])
+            for state in arguments.states:
+                tensors += state.values()
+            of_gradients = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+            addresses = *of_gradients, *addresses_of(tensors)
             has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
                 # Gradients that the graph makes may have the addresses of those of the last step

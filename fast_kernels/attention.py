@@ -426,7 +426,7 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     qk = qkv.new_empty(batch, length, qk_heads, head_dim)
     if not is_fake(qkv):
         sizes = qkv.shape, qkv.stride(1), _positions(qkv, cos), n_head, qk_heads
-        _norm_rope_launch(*sizes, eps)(qkv, qk, cos, sin, q_weight, k_weight)
+        _norm_rope_launch(*sizes, eps).run(qkv, qk, cos, sin, q_weight, k_weight)
     return qk
 
 
@@ -474,7 +474,7 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     if has_norm:
         programs, = launch.grid
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
-    launch(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums)
+    launch.run(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums)
     if has_norm:
         of_q, of_k = partial_sums.sum(0)
         dq_weight.copy_(of_q)

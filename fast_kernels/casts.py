@@ -27,6 +27,7 @@ from fast_kernels import cast_kernels as kernels
 from fast_kernels.fp8 import FP8Data, as_arguments
 from fast_kernels.launch import Launch, per_shape
 from fast_kernels.library import (
+    addresses_of,
     ceil_div,
     check_aligned,
     check_shape,
@@ -211,7 +212,7 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
     if not is_fake(x):
         mean_out = None if bias is None else mean  # None: the kernel computes an RMSNorm
-        _norm_launch(rows, columns, eps)(
+        _norm_launch(rows, columns, eps).run(
             x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv)
         if scale is not None:
             transpose(rowwise, columnwise)
@@ -272,7 +273,8 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
         launch = _norm_backward_launch(rows, columns, with_dbranch_bias)
         programs, = launch.grid
         partial_sums = dy.new_empty(programs, sums, columns, dtype=torch.float32)
-        launch(dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums)
+        launch.run(
+            dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise, scale_inv, partial_sums)
         reduce_rows(partial_sums, totals)
         if scale is not None:
             transpose(rowwise, columnwise)
@@ -315,7 +317,7 @@ def _activate(activation, x, bias, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
-        _activation_launch(activation, rows, columns, with_dbias=False)(
+        _activation_launch(activation, rows, columns, with_dbias=False).run(
             x, bias, scale, amax, rowwise, columnwise, scale_inv, None)
     return rowwise, columnwise, scale_inv
 
@@ -368,7 +370,7 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
         if bias is not None:
             tile_rows = ceil_div(x.shape[0], launch.options["ROWS"])
             partial_sums = x.new_empty(tile_rows, x.shape[1], dtype=torch.float32)
-        launch(dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
+        launch.run(dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
         if bias is not None:
             reduce_rows(partial_sums, dbias)
     return rowwise, columnwise, scale_inv, dbias
@@ -410,7 +412,7 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
         if with_dbias:
             tile_rows = ceil_div(rows, DBIAS_TILE["ROWS"])
             partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
-        _activation_launch("identity", rows, columns, with_dbias)(
+        _activation_launch("identity", rows, columns, with_dbias).run(
             x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
         if with_dbias:
             reduce_rows(partial_sums, dbias)
@@ -427,9 +429,8 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
         return
     transposes = len(columnwise) > 0
     written = columnwise if transposes else rowwise  # the table has an address, which is not read
-    key = tuple(
-        (*(tensor.data_ptr() for tensor in tensors), tensors[0].shape, tensors[0].dtype)
-        for tensors in zip(x, rowwise, written, scale_inv, scale, amax))
+    addresses = addresses_of(x + rowwise + written + scale_inv + scale + amax)
+    key = addresses, *[(own_x.shape, own_x.dtype) for own_x in x]
 
     def make():
         rows, tiles = [], []  # as `_cast_all_kernel` reads them
@@ -439,14 +440,13 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
             check_input("fast_kernels.casts.cast_all: x", own_x)
             check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
-            *addresses, shape, _ = key[number]
-            rows.append((*addresses, *shape))
-            tile_count, _ = _tile(TILE, *shape)
+            rows.append((*addresses[number::len(x)], *own_x.shape))
+            tile_count, _ = _tile(TILE, *own_x.shape)
             tiles += [[number, tile] for tile in range(tile_count)]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
     table, tiles = device_tables(x[0].device, key, make)
-    _cast_all_launch(len(tiles), rowwise[0].dtype, transposes)(table, tiles)
+    _cast_all_launch(len(tiles), rowwise[0].dtype, transposes).run(table, tiles)
 
 
 @per_shape
@@ -459,7 +459,7 @@ def _cast_all_launch(tiles, fp8_dtype, transposes):
 
 def reduce_rows(x, out):
     """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
-    _reduce_rows_launch(x.shape[0], out.numel())(x, out)
+    _reduce_rows_launch(x.shape[0], out.numel()).run(x, out)
     return out
 
 
@@ -473,7 +473,7 @@ def _reduce_rows_launch(rows, columns):
 def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N). N and D are multiples of 16, and
     columnwise starts at a multiple of 4 bytes, since the kernel writes 32 bits at a time."""
-    _transpose_launch(*rowwise.shape)(rowwise, columnwise)
+    _transpose_launch(*rowwise.shape).run(rowwise, columnwise)
 
 
 @per_shape

@@ -118,7 +118,7 @@ def _embed(tokens, weight, positions, position_weight):
     if is_fake(out):
         return out
     launch = _embed_launch(tokens.numel(), len(weight), len(position_weight), positions.numel(), columns)
-    launch(tokens, weight, positions, position_weight, out)
+    launch.run(tokens, weight, positions, position_weight, out)
     return out
 
 
@@ -167,8 +167,8 @@ def _add_by_index(indices, dy, out):
     chunks = ceil_div(count, CHUNK)
     partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
     sum_by_index_launch, join_launch = _add_by_index_launches(len(out), count, columns)
-    sum_by_index_launch(dy, indices, order, out, partial_sums)
-    join_launch(indices, out, partial_sums)
+    sum_by_index_launch.run(dy, indices, order, out, partial_sums)
+    join_launch.run(indices, out, partial_sums)
 
 
 @per_shape

@@ -140,16 +140,19 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
     adapter_arguments = _adapter_arguments(adapter)
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
-    inputs = (stream.residual, branch.output, branch.bias, module.layer_norm_weight, module.layer_norm_bias)
-    layer = module.begin_pass(0, (*inputs, adapter_arguments.a, adapter_arguments.b), is_first_microbatch)
+    norm_weight = module.parameter("layer_norm_weight")
+    norm_bias = module.parameter("layer_norm_bias")
+    inputs = (stream.residual, branch.output, branch.bias, norm_weight, norm_bias)
+    a, b, scale = adapter_arguments
+    layer = module.begin_pass(0, (*inputs, a, b), is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
         y = _unquantized_linear(normed, layer.weight, bias, adapter_arguments)
     else:
         residual, y = _NormLinear.apply(
-            *inputs, layer.weight, bias, module.eps, layer, branch.gradient_quantization, tied_gradient,
-            *adapter_arguments)
+            *inputs, layer.weight, bias, a, b,
+            NormLinearOptions(layer, module.eps, branch.gradient_quantization, tied_gradient, scale))
     return Stream(residual), y, layer
 
 
@@ -184,13 +187,13 @@ def _linear(branch: Branch, layer, activation, adds_bias, adapter):
     if layer.fp8_weight is None:
         return Branch(_unquantized_linear(branch.output, layer.weight, gemm_bias, adapter), branch_bias)
     y = _Linear.apply(
-        branch.output, branch.bias, layer.weight, gemm_bias, activation, layer, branch.gradient_quantization,
-        *adapter)
+        branch.output, branch.bias, layer.weight, gemm_bias, adapter.a, adapter.b,
+        LinearOptions(layer, activation, branch.gradient_quantization, adapter.scale))
     return Branch(y, branch_bias, layer.gradient_quantization)
 
 
 class AdapterArguments(NamedTuple):
-    """An adapter, as the last arguments of an autograd function; all None without one."""
+    """An adapter, as an autograd function takes it; all None without one."""
 
     a: torch.Tensor | None = None  # (rank, in)
     b: torch.Tensor | None = None  # (out, rank)
@@ -312,7 +315,7 @@ def _backward_gemms(layer, dy, saved: SavedOperands, needs: NeededGradients) -> 
 
     dy: (N, out), BF16 or a Float8Tensor."""
     dx = dweight = dbias = da = db = None
-    if isinstance(dy, Float8Tensor):
+    if type(dy) is Float8Tensor:
         fp8_dy = dy
         if needs.bias:
             dbias = dy.dequantize().sum(0)
@@ -336,7 +339,7 @@ def _backward_gemms(layer, dy, saved: SavedOperands, needs: NeededGradients) -> 
     if needs.weight:
         # dweight = dyᵀ @ x
         dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, saved.x))
-    return LinearGradients(x=dx, weight=dweight, bias=dbias, a=da, b=db)
+    return LinearGradients(dx, dweight, dbias, da, db)
 
 
 def _parameter_gradient(parameter, compute):
@@ -389,28 +392,41 @@ def first_derivative_only(backward):
 # The GEMMs read `layer.fp8_weight`; `weight` is an input only to receive a gradient.
 
 NormLinearInputs = input_names(
-    "NormLinearInputs",
-    "x branch branch_bias norm_weight norm_bias weight bias eps layer dbranch_quantization tied_gradient a b "
-    "adapter_scale")
-LinearInputs = input_names(
-    "LinearInputs", "x x_bias weight bias activation layer dx_quantization a b adapter_scale")
+    "NormLinearInputs", "x branch branch_bias norm_weight norm_bias weight bias a b options")
+LinearInputs = input_names("LinearInputs", "x x_bias weight bias a b options")
+
+
+class NormLinearOptions(NamedTuple):
+    """The inputs of `_NormLinear` that are no tensors, in one, since each input costs the host time."""
+
+    layer: LinearPass
+    eps: float
+    dbranch_quantization: Quantization | None  # of the gradient of branch
+    tied_gradient: object | None
+    adapter_scale: float | None
+
+
+class LinearOptions(NamedTuple):
+    """The inputs of `_Linear` that are no tensors."""
+
+    layer: LinearPass
+    activation: str | None
+    dx_quantization: Quantization | None
+    adapter_scale: float | None
 
 
 class _NormLinear(torch.autograd.Function):
     """`norm_linear`."""
 
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
-                dbranch_quantization, tied_gradient, a, b, adapter_scale):
+    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, a, b, options):
+        layer = options.layer
         residual, fp8_y, mean, rstd = casts.norm(
-            x, branch, branch_bias, norm_weight, norm_bias, eps, layer.input_quantization)
-        adapter = AdapterArguments(a, b, adapter_scale)
+            x, branch, branch_bias, norm_weight, norm_bias, options.eps, layer.input_quantization)
+        adapter = AdapterArguments(a, b, options.adapter_scale)
         out, saved = _forward_gemm_with_adapter(fp8_y, layer.fp8_weight, bias, adapter)
         ctx.save_for_backward(residual, mean, rstd, norm_weight, *saved)
-        ctx.layer = layer
-        ctx.dbranch_quantization = dbranch_quantization
-        ctx.tied_gradient = tied_gradient
-        ctx.adapter_scale = adapter_scale
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return residual, out
 
@@ -418,7 +434,7 @@ class _NormLinear(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, dresidual, dout):
         gradients = _differentiate_norm_linear(ctx, dresidual, dout)
-        ctx.layer.update_gradient_scales()
+        ctx.options.layer.update_gradient_scales()
         return tuple(gradients)
 
 
@@ -430,17 +446,18 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
+    layer, _, dbranch_quantization, tied_gradient, adapter_scale = ctx.options
     residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
-    linear_needs = NeededGradients(x=needs_dy, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
-    gradients = _backward_gemms(ctx.layer, dout, _saved_operands(saved, ctx.adapter_scale), linear_needs)
+    linear_needs = NeededGradients(needs_dy, needs.weight, needs.bias, needs.a, needs.b)
+    gradients = _backward_gemms(layer, dout, _saved_operands(saved, adapter_scale), linear_needs)
     dweight = gradients.weight
-    if ctx.tied_gradient is not None and needs.weight:
-        ctx.tied_gradient.add(dweight)
+    if tied_gradient is not None and needs.weight:
+        tied_gradient.add(dweight)
         dweight = None
     if not needs_dy:
         return NormLinearInputs(weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
-    quantization = ctx.dbranch_quantization if needs.branch else None
+    quantization = dbranch_quantization if needs.branch else None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
     norm = casts.norm_backward(
@@ -484,7 +501,8 @@ class _Linear(torch.autograd.Function):
     """`linear` and `activation_linear`."""
 
     @staticmethod
-    def forward(ctx, x, x_bias, weight, bias, activation, layer, dx_quantization, a, b, adapter_scale):
+    def forward(ctx, x, x_bias, weight, bias, a, b, options):
+        layer, activation, _, adapter_scale = options
         saved_x = saved_bias = None  # before the activation
         if activation is None:
             fp8_x, _ = casts.cast(x.contiguous(), layer.input_quantization)
@@ -495,26 +513,23 @@ class _Linear(torch.autograd.Function):
         adapter = AdapterArguments(a, b, adapter_scale)
         out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, adapter)
         ctx.save_for_backward(saved_x, saved_bias, *saved)
-        ctx.layer = layer
-        ctx.activation = activation
-        ctx.dx_quantization = dx_quantization
-        ctx.adapter_scale = adapter_scale
+        ctx.options = options
         return out
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
+        layer, activation, dx_quantization, adapter_scale = ctx.options
         saved_x, saved_bias, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        linear_needs = NeededGradients(x=needs_dx, weight=needs.weight, bias=needs.bias, a=needs.a, b=needs.b)
-        gradients = _backward_gemms(ctx.layer, dy, _saved_operands(saved, ctx.adapter_scale), linear_needs)
+        linear_needs = NeededGradients(needs_dx, needs.weight, needs.bias, needs.a, needs.b)
+        gradients = _backward_gemms(layer, dy, _saved_operands(saved, adapter_scale), linear_needs)
         dx = gradients.x
         dx_bias = None
-        if ctx.activation is not None and needs_dx:
-            fp8_dx, dx_bias = casts.activate_backward(
-                ctx.activation, dx, saved_x, saved_bias, ctx.dx_quantization)
+        if activation is not None and needs_dx:
+            fp8_dx, dx_bias = casts.activate_backward(activation, dx, saved_x, saved_bias, dx_quantization)
             dx = Float8Tensor(*fp8_dx)
-        ctx.layer.update_gradient_scales()
+        layer.update_gradient_scales()
         return tuple(LinearInputs(
             x=dx, x_bias=dx_bias, weight=gradients.weight, bias=gradients.bias, a=gradients.a, b=gradients.b))

@@ -4,7 +4,7 @@
     def _double_launch(rows):
         return Launch(_double_kernel, (rows,), N=rows, num_warps=4)
 
-    _double_launch(len(x))(x, out)
+    _double_launch(len(x)).run(x, out)
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
 for its type and alignment, and builds a key of strings. Here grid and numbers are chosen once per shape, and
@@ -38,9 +38,9 @@ class Launch:
         self.grid = grid
         self.options = options
         self.is_interpreted = not isinstance(kernel, triton.JITFunction)
-        self.variants = {}  # {key of `__call__`: (run, its arguments before the stream, …)}
+        self.variants = {}  # {key of `run`: what it calls}
 
-    def __call__(self, *tensors):
+    def run(self, *tensors):
         """Launch the kernel. Of the tensors some may be None, but not the first."""
         if self.is_interpreted:
             self.kernel[self.grid](*tensors, **self.options)
@@ -55,11 +55,12 @@ class Launch:
             compiled = self.kernel[self.grid](*tensors, **self.options)
             self.variants[key] = self._make_variant(compiled, len(tensors))
             return
-        run, grid, kernel, numbers = variant
-        run(*grid, driver.active.get_current_stream(device_index), *kernel, *NO_HOOKS, *addresses, *numbers)
+        run, get_stream, grid, kernel, numbers = variant
+        run(*grid, get_stream(device_index), *kernel, *addresses, *numbers)
 
     def _make_variant(self, compiled, tensor_count):
-        """Return what `__call__` passes to a compiled kernel, beside stream and tensors."""
-        x, y, z = (*self.grid, 1, 1)[:3]
+        """Return what `run` calls, and what it passes beside stream and tensors."""
+        grid = (*self.grid, 1, 1)[:3]
+        kernel = compiled.function, compiled.packed_metadata, *NO_HOOKS
         numbers = [self.options[name] for name in self.kernel.arg_names[tensor_count:]]
-        return compiled.run, (x, y, z), (compiled.function, compiled.packed_metadata), numbers
+        return compiled.run, driver.active.get_current_stream, grid, kernel, numbers

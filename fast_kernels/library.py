@@ -176,6 +176,11 @@ def check_aligned(name, **tensors):
             raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")
 
 
+def addresses_of(tensors):
+    """Return the tensors' addresses, (number of tensors,)."""
+    return tuple(map(torch.Tensor.data_ptr, tensors))
+
+
 _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recently used first
 
 

@@ -114,7 +114,7 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, scale, amax, fp8_dt
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not is_fake(logits):
-        _forward_launch(rows, vocab_size, label_smoothing, softcap)(logits, labels, losses, lse)
+        _forward_launch(rows, vocab_size, label_smoothing, softcap).run(logits, labels, losses, lse)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
     return losses.sum() / count, lse, count
 
@@ -133,7 +133,7 @@ def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
     """Write the logits' gradient, that of the sum over rows times factor, () float32, to `out`."""
     rows, vocab_size = logits.shape
     if not is_fake(logits):
-        _backward_launch(rows, vocab_size, label_smoothing, softcap)(logits, out, labels, lse, factor)
+        _backward_launch(rows, vocab_size, label_smoothing, softcap).run(logits, out, labels, lse, factor)
 
 
 @per_shape
@@ -152,7 +152,7 @@ def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, 
     rows, vocab_size = logits.shape
     rowwise, columnwise, scale_inv = casts.allocate_fp8(logits, rows, vocab_size, fp8_dtype)
     if not is_fake(logits):
-        _backward_fp8_launch(rows, vocab_size, label_smoothing, softcap)(
+        _backward_fp8_launch(rows, vocab_size, label_smoothing, softcap).run(
             logits, labels, lse, factor, scale, amax, rowwise, columnwise, scale_inv)
     return rowwise, columnwise, scale_inv
 

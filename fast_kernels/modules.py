@@ -32,7 +32,7 @@ from fast_kernels.attention import attention, sdpa
 from fast_kernels.fp8 import Float8Tensor, Quantization, gradient_dtype
 from fast_kernels.frozen import FrozenWeight, make_frozen_weight
 from fast_kernels.fused import LinearPass, Stream
-from fast_kernels.library import unsupported_reason
+from fast_kernels.library import PLAIN, unsupported_reason
 from fast_kernels.loss import cross_entropy
 
 __all__ = [  # the names of TE that are here
@@ -326,7 +326,7 @@ class Module(CheckedOptions, nn.Module):
         self.fp8_meta = {"num_gemms": num_gemms}
         self.fp8_meta["fp8_checkpoint"] = False  # TE's name for whether the last forward pass was in FP8
         self._fp8_workspaces = {}  # {weight's name: FP8Data}, kept over the micro-batches of a step
-        self._quantizations = {}  # {(GEMM, format): its GemmQuantizations}
+        self._quantizations = {}  # {GEMM: (a format, its GemmQuantizations in it)}
         self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
         self.bias_names = []
 
@@ -375,7 +375,7 @@ class Module(CheckedOptions, nn.Module):
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         weight = self.weight_of(gemm)
-        bias = getattr(self, self.bias_names[gemm])
+        bias = self.parameter(self.bias_names[gemm])
         regions = _open.regions
         enabled = len(regions) > 0 and regions[-1].enabled
         self.fp8_meta["fp8_checkpoint"] = enabled
@@ -395,9 +395,8 @@ class Module(CheckedOptions, nn.Module):
                 recompute.record(quantizations)
         fp8_weight = self.quantized_weight(gemm, quantizations.weight, is_first_microbatch)
         return LinearPass(
-            weight, bias, fp8_weight, input_quantization=quantizations.input,
-            gradient_quantization=quantizations.output_gradient,
-            update_gradient_scales=update_gradient_scales)
+            weight, bias, fp8_weight, quantizations.input, quantizations.output_gradient,
+            update_gradient_scales)
 
     def _register_for_update(self, *tensors):
         """Let the outermost region update this module's scales. Return what a layer calls after its backward
@@ -471,14 +470,15 @@ class Module(CheckedOptions, nn.Module):
     def _gemm_quantizations(self, gemm) -> GemmQuantizations:
         """Return how the tensors of a GEMM are quantized: views of this module's scales and histories."""
         fp8_format = self.fp8_meta["recipe"].fp8_format
-        key = gemm, fp8_format.name  # a recipe may change in place, or be TE's
-        if key not in self._quantizations:
+        last_format, quantizations = self._quantizations.get(gemm, (None, None))
+        if last_format is not fp8_format:  # a recipe may change in place
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-            self._quantizations[key] = GemmQuantizations(
+            quantizations = GemmQuantizations(
                 input=forward.quantization(3 * gemm, torch.float8_e4m3fn),
                 weight=forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
                 output_gradient=backward.quantization(2 * gemm, gradient_dtype(fp8_format)))
-        return self._quantizations[key]
+            self._quantizations[gemm] = fp8_format, quantizations
+        return quantizations
 
     def gradient_quantization(self) -> Quantization | None:
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
@@ -489,17 +489,19 @@ class Module(CheckedOptions, nn.Module):
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
         name = self.weight_names[gemm]
-        if name not in self._fp8_workspaces:
+        workspaces = self._fp8_workspaces
+        if name not in workspaces:
             weight = self.weight_of(gemm)
             with torch.inference_mode(False):  # training could not write an inference tensor
                 plain = torch.empty(0, device=weight.device)  # the weight may be a DTensor, a shard
-                self._fp8_workspaces[name] = casts.allocate_fp8(plain, *weight.shape, torch.float8_e4m3fn)
-        return self._fp8_workspaces[name]
+                workspaces[name] = casts.allocate_fp8(plain, *weight.shape, torch.float8_e4m3fn)
+        return workspaces[name]
 
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
         weight = self.weight_of(gemm)
-        if isinstance(weight, Float8Tensor):  # frozen, or gathered in FP8
+        is_plain = type(weight) is nn.Parameter  # first: isinstance takes 0.3 us for a class of tensors
+        if not is_plain and isinstance(weight, Float8Tensor):  # frozen, or gathered in FP8
             return weight.fp8_data()
         name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
@@ -510,7 +512,12 @@ class Module(CheckedOptions, nn.Module):
 
     def weight_of(self, gemm):
         """Return the weight of a GEMM."""
-        return getattr(self, self.weight_names[gemm])
+        return self.parameter(self.weight_names[gemm])
+
+    def parameter(self, name):
+        """Return a parameter or None, as `getattr` does, which takes longer in a module."""
+        parameters = self._parameters
+        return parameters[name] if name in parameters else getattr(self, name)  # such as a parametrization's
 
     def weight_quantization(self, gemm, recipe) -> Quantization:
         """Return how a GEMM's weight is quantized in a pass with `recipe`."""
@@ -525,14 +532,14 @@ class Module(CheckedOptions, nn.Module):
         for gemm, name in enumerate(self.weight_names):
             weight = self.weight_of(gemm)
             self.check_dtype(weight, weight)
-            if isinstance(weight, FrozenWeight):
-                continue
-            if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a DTensor, a shard
-                raise ValueError(
+            if type(weight) not in PLAIN:
+                if isinstance(weight, FrozenWeight):
+                    continue
+                raise ValueError(  # such as a DTensor, a shard
                     f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
                     "with fully_shard set model.quantizes_weights_first = False")
-            quantization = self._gemm_quantizations(gemm).weight
-            weights.append((weight, *self.workspace(gemm), quantization.scale, quantization.amax))
+            scale, amax, _ = self._gemm_quantizations(gemm).weight
+            weights.append((weight, *self.workspace(gemm), scale, amax))
         return weights
 
     def _frozen_weights(self):

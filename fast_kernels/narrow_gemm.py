@@ -77,7 +77,7 @@ def _narrow_gemm(x, scale_inv, w, factor, transposes):
         return out
     out_strides = out.stride() if not transposes else out.stride()[::-1]
     launch = _narrow_gemm_launch(rows, columns, rank, w.stride(), out_strides, float(factor), not x.is_cuda)
-    launch(x, scale_inv, w, out)
+    launch.run(x, scale_inv, w, out)
     return out
 
 

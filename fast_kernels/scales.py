@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fast_kernels.launch import Launch, per_shape
-from fast_kernels.library import ceil_div, device_tables, is_fake, operation
+from fast_kernels.library import addresses_of, ceil_div, device_tables, is_fake, operation
 
 # A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
 TILE = dict(ROWS=512, COLUMNS=8, num_warps=4)
@@ -58,10 +58,9 @@ def update(states, fp8_max, margin=0, algorithm="max"):
 def _update_scales(scales, histories, fp8_max, margin, algorithm):
     if is_fake(scales[0]):
         return
-    key = tuple(
-        (scale.data_ptr(), scale.shape, scale.dtype,
-         history.data_ptr(), history.shape, history.dtype, history.is_contiguous())
-        for scale, history in zip(scales, histories))
+    layouts = [(scale.shape, scale.dtype, history.shape, history.dtype, history.is_contiguous())
+               for scale, history in zip(scales, histories)]
+    key = addresses_of(scales + histories), *layouts
 
     def make():
         rows = []  # as `_update_kernel` reads them
@@ -73,7 +72,7 @@ def _update_scales(scales, histories, fp8_max, margin, algorithm):
         return [torch.tensor(rows)]
 
     table, = device_tables(scales[0].device, key, make)
-    _update_launch(len(table), fp8_max, margin, algorithm)(table)
+    _update_launch(len(table), fp8_max, margin, algorithm).run(table)
 
 
 @per_shape
@@ -98,7 +97,7 @@ def update_one(scale, history, fp8_max, margin, algorithm):
     if is_fake(scale):
         return
     _check(scale, history, scale.device)
-    _update_one_launch(*history.shape, fp8_max, margin, algorithm)(scale, history)
+    _update_one_launch(*history.shape, fp8_max, margin, algorithm).run(scale, history)
 
 
 @per_shape
