@@ -242,18 +242,10 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     dx, rowwise, columnwise, scale_inv, totals = _norm_backward(
         dy, residual, mean, rstd, weight, dresidual, *as_arguments(quantization), with_dbranch_bias)
     fp8_dx = None if quantization is None else FP8Data(rowwise, columnwise, scale_inv)
-    sums = dict(zip(_sums_over_rows(mean, with_dbranch_bias), totals.unbind()))
-    return NormGradients(dx, fp8_dx, sums.get("dbranch_bias"), sums["dweight"], sums.get("dbias"))
-
-
-def _sums_over_rows(mean, with_dbranch_bias):
-    """Return the names of the sums that the kernel writes, in its order. mean None: RMSNorm."""
-    names = ["dweight"]
-    if mean is not None:
-        names.append("dbias")
-    if with_dbranch_bias:
-        names.append("dbranch_bias")
-    return names
+    dweight, *others = totals.unbind()
+    dbias = None if mean is None else others[0]
+    dbranch_bias = others[-1] if with_dbranch_bias else None
+    return NormGradients(dx, fp8_dx, dbranch_bias, dweight, dbias)
 
 
 @operation(
@@ -267,7 +259,7 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
         rowwise, columnwise, scale_inv = dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     else:
         rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8_dtype)
-    sums = len(_sums_over_rows(mean, with_dbranch_bias))
+    sums = 1 + (mean is not None) + with_dbranch_bias  # dweight; dbias, but of RMSNorm; dbranch_bias
     totals = weight.new_empty(sums, columns)
     if not is_fake(dy):
         launch = _norm_backward_launch(rows, columns, with_dbranch_bias)

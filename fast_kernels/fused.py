@@ -34,7 +34,7 @@ from fast_kernels.library import input_names, is_transforming
 from fast_kernels.narrow_gemm import check_rank, narrow_gemm
 
 
-@dataclass
+@dataclass(slots=True)
 class LinearPass:
     """What one pass through a linear layer uses; `module.begin_pass(…)` makes it. The fields with a default
     are set in FP8 only."""

@@ -139,8 +139,11 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
         plan = None
     elif plan is None and a.is_cuda and _library() is not None:
         plan = _add_plan(key, operands, accumulate, accumulation)
-    if plan is None or not plan.is_run(operands):
+    algorithm = None if plan is None else plan.find_algorithm(operands)
+    if algorithm is None:
         _run_torch(operands, accumulation, accumulate)
+    else:
+        plan.run(algorithm, a, a_scale_inv, b, b_scale_inv, bias, out)
 
 
 def _check(operands, accumulation):
@@ -233,7 +236,11 @@ def _run_cublaslt_in_bf16(a, b, bias, out, accumulate):
     operands = a, None, b, None, bias, out
     if plan is None:
         plan = _add_plan(key, operands, accumulate)
-    return out if plan.is_run(operands) else None
+    algorithm = plan.find_algorithm(operands)
+    if algorithm is None:
+        return None
+    plan.run(algorithm, *operands)
+    return out
 
 
 def _describe(x):
@@ -356,14 +363,11 @@ class _Plan:
             return []
         return [algorithm for algorithm in found[:count.value] if algorithm.state == 0]
 
-    def is_run(self, operands):
-        """Run the GEMM with the chosen algorithm. Return whether cuBLASLt has one."""
+    def find_algorithm(self, operands):
+        """Return the candidate to run; None if cuBLASLt has none."""
         if not self.is_tuned and not torch.cuda.is_current_stream_capturing():
             self.tune(operands)
-        if self.chosen is None:
-            return False
-        self.run(self.chosen, *operands)
-        return True
+        return self.chosen
 
     def tune(self, operands):
         """Time every candidate on the operands of this call, and set `chosen` to the fastest."""

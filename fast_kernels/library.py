@@ -160,8 +160,8 @@ def check_shape(name, shape, dtype=None, **tensors):
     for argument, x in tensors.items():
         if x is None:
             continue
-        fits = x.shape == shape and dtype in (None, x.dtype)
-        if not fits or not x.is_contiguous():
+        has_other_dtype = dtype is not None and x.dtype != dtype
+        if x.shape != shape or has_other_dtype or not x.is_contiguous():
             raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
                              f"{dtype or x.dtype}, contiguous; call .contiguous()")
 
