@@ -4,7 +4,7 @@
 - The fake version is the function itself, which returns after it has allocated its outputs: `is_fake`.
 - The dispatcher takes about 4 us per call on the host, and a training step makes about 300 calls. So eager
   code calls the function itself, and only a tracer or another dispatch mode gets the operation.
-- For the same reason kernels are launched by `launch.launch`, not by Triton.
+- For the same reason kernels are launched by `launch.Launch`, not by Triton.
 - Kernels that work on many tensors read a table of addresses: `device_tables`.
 """
 

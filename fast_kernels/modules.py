@@ -167,10 +167,12 @@ class autocast:
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        recipes = {id(recipe): recipe for recipe in self.module_recipes.values()}
-        for recipe in recipes.values():  # an inner region may have another one
-            modules = [module for module, other in self.module_recipes.items() if other is recipe]
-            states = [module.fp8_meta[f"scaling_{direction}"] for module in modules]
+        name = f"scaling_{direction}"
+        groups = {}  # {id of a recipe: (the recipe, states)}; an inner region may have another one
+        for module, recipe in self.module_recipes.items():
+            _, states = groups.setdefault(id(recipe), (recipe, []))
+            states.append(module.fp8_meta[name])
+        for recipe, states in groups.values():
             pairs = [(state.scale, state.amax_history) for state in states]
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
                 self.reduce_amax([state.amax_history for state in states])
