@@ -507,13 +507,14 @@ def _allocate_output(x, rows, columns, fp8_dtype):
 
 def check_input(name, x, max_columns=None):
     """Raise ValueError unless x is a contiguous BF16 matrix, its dimensions multiples of 16."""
-    is_matrix = x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
-    if not is_matrix or x.shape[0] % 16 or x.shape[1] % 16:
-        works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
-        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: must be a contiguous bfloat16 matrix, both "
+    shape = x.shape  # made anew at each access
+    is_matrix = len(shape) == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
+    if not is_matrix or shape[0] % 16 or shape[1] % 16:
+        works = tuple(ceil_div(size, 16) * 16 for size in shape)
+        raise ValueError(f"{name}: {tuple(shape)} {x.dtype}: must be a contiguous bfloat16 matrix, both "
                          f"sizes multiples of 16; {works} works")
-    if max_columns and x.shape[1] > max_columns:
-        raise ValueError(f"{name}: {tuple(x.shape)}: a norm takes at most {max_columns} columns")
+    if max_columns and shape[1] > max_columns:
+        raise ValueError(f"{name}: {tuple(shape)}: a norm takes at most {max_columns} columns")
 
 
 def check_output(name, x, out, fp8_dtype):
