@@ -403,7 +403,7 @@ def later_commits():
 
 def windows():
     content = read("paired")
-    rows = find(content["pairs"], arm="fp8")
+    rows = find(content["rows"], arm="fp8")
     machines = {run["machine"] for run in content["runs"]}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"

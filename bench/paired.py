@@ -10,14 +10,17 @@ Single runs scatter by 1 % of the loss, mostly by their first weights and the or
 has both in common, so the difference of two losses scatters less; that of the training losses, which are
 means over many steps on the same batches, least.
 
-A run consists of parts. Each loads the weights and moments that the part before it saved, and no FP8 scales:
-FP8 finds them on its first batch. A part that was cut restores everything.
+A run consists of parts:
 
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
-The baseline is BF16 in all parts. An arm loads the baseline's checkpoint at `start`. A run with --start is
-also saved at each quarter before `start`, where runs with a later --start continue. `start`, `stop` and `end`
-are fractions of a whole run of --tokens. The learning rate follows the schedule of that whole run.
+The window is `start` to `stop`: the steps that the arm trains. `start`, `stop` and `end` are fractions of a
+whole run of --tokens, whose schedule the learning rate follows. The baseline is BF16 in all parts. All arms
+with the same seed, length and window share one BF16 run, and begin the window with its checkpoint at `start`.
+A run with --start is also saved at each quarter before `start`, where runs with a later --start continue.
+
+A part starts with the weights and moments that the part before it saved, and finds FP8's scales on its first
+batch. A part that was cut continues with all that it saved, the scales too.
 
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
@@ -32,12 +35,14 @@ but `current` and `block` need Transformer Engine. Some arms also replace functi
 
 Each GPU trains some of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its state,
 and the same command continues it. The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an
-arm is not needed after its run. The JSON has a record per complete run, with the loss of each step, and from
-all of them `pairs`: differences, their 95 % intervals over seeds (t distribution), and how much faster an arm
-is at the loss of BF16. A pair whose runs did not share their first part is left out.
+arm is not needed after its run. The JSON has in `runs` a record per complete run, with the loss of each step.
+Later runs replace earlier ones. From all of them it has `rows`, one per arm, size, length and window:
+differences, their 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of
+BF16. A pair whose runs did not share everything before `start` is left out.
 
 All arms share one baseline, so their differences from it are not independent. Compare two arms by the
-difference of their losses, seed by seed.
+difference of their losses, seed by seed. The runs of a pair train one after the other, not in turns: the
+GPU's clock may differ between them.
 """
 
 import sys
@@ -120,7 +125,7 @@ NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 # Fields, besides the seed, that both runs of a pair share
-PAIR = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
+PAIR_FIELDS = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
 
 
 @dataclass
@@ -183,9 +188,9 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     folder = options.out_dir / f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
     parts = [Part(BASELINE, 1, 0, folder)]
     quarters = [options.step_at(fraction) for fraction in (0.25, 0.5, 0.75) if fraction < options.start]
-    windows = [(BASELINE, first + 1, last) for first, last in pairwise([0, *quarters, start])]
-    windows += [(arm, start + 1, stop), (BASELINE, stop + 1, end)]
-    for name, first_step, last_step in windows:
+    steps = [(BASELINE, first + 1, last) for first, last in pairwise([0, *quarters, start])]
+    steps += [(arm, start + 1, stop), (BASELINE, stop + 1, end)]
+    for name, first_step, last_step in steps:
         if first_step <= last_step:
             folder = folder / f"{name}-{first_step}-{last_step}"
             parts.append(Part(name, first_step, last_step, folder))
@@ -549,7 +554,7 @@ def diverged_seeds(row: dict, runs: list[dict]) -> list[int]:
     seeds = []
     for run in runs:
         baseline = baselines.get(pair_key(run))
-        is_of_row = all(run[name] == row[name] for name in ("arm", *PAIR))
+        is_of_row = all(run[name] == row[name] for name in ("arm", *PAIR_FIELDS))
         if is_of_row and baseline and not (is_finite(run) and is_finite(baseline)):
             seeds.append(run["seed"])
     return seeds
@@ -571,11 +576,11 @@ def pairs_by_row(runs: list[dict]) -> list[list[Pair]]:
     """Return the pairs of each row of `summarize`, one for each seed that has both runs. Of two pairs of a
     seed, such as those of two machines, the later one counts."""
     baselines = baselines_of(runs)
-    pairs = {}  # {(arm, *fields of PAIR): {seed: pair}}
+    pairs = {}  # {(arm, *fields of PAIR_FIELDS): {seed: pair}}
     for run in runs:
         baseline = baselines.get(pair_key(run))
         if run["arm"] != BASELINE and not reason_against(run, baseline):
-            row_key = tuple(run[name] for name in ("arm", *PAIR))
+            row_key = tuple(run[name] for name in ("arm", *PAIR_FIELDS))
             pairs.setdefault(row_key, {})[run["seed"]] = Pair(run, baseline)
     return [list(of_seeds.values()) for of_seeds in pairs.values()]
 
@@ -626,7 +631,7 @@ def row_of(pairs: list[Pair]) -> dict:
                    if run.get("val_loss_without_fp8") is not None]
     baseline_loss = statistics.mean(training_loss(baseline) for _, baseline in pairs)
     first_run = pairs[0].run
-    return {name: first_run[name] for name in ("arm", *PAIR)} | {
+    return {name: first_run[name] for name in ("arm", *PAIR_FIELDS)} | {
         "seeds": len(pairs), "baseline_training_loss": baseline_loss,
         "training": statistics.mean(training), "training_interval": interval_of(training),
         "training_percent": 100 * statistics.mean(training) / baseline_loss,
@@ -659,7 +664,7 @@ def median_speed(pairs: list[Pair]) -> float | None:
 
 def pair_key(run: dict) -> tuple:
     """Return the values that a run shares with its baseline."""
-    values = [run[name] for name in ("seed", *PAIR)]
+    values = [run[name] for name in ("seed", *PAIR_FIELDS)]
     return *values, run.get("shared_weights")  # which older records do not have
 
 
@@ -730,7 +735,7 @@ def log_of_tokens(other: list[Pair], pairs: list[Pair]) -> float:
 
 
 def main_table(rows: list[dict]) -> str:
-    """Return the Markdown table of the pairs."""
+    """Return the Markdown table of the rows."""
     titles = ["arm", "size", "tokens", "the arm's part", "seeds", "training loss, nats", "95 % interval", "%",
               "validation loss", "95 % interval", "x BF16", "at equal loss", "95 % interval"]
     lines = []
@@ -824,8 +829,7 @@ def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
 
 
 def add_runs(options: Options, argv) -> list[dict]:
-    """Add the complete runs of the options to the JSON, in place of earlier ones from the same weights. Print
-    what is no pair, and return the rows of all pairs."""
+    """Add the complete runs of the options to the JSON. Print what is no pair, and return the rows."""
     document = {"commands": [], "runs": []}
     if options.json.exists():
         document = json.loads(options.json.read_text())
@@ -844,7 +848,7 @@ def add_runs(options: Options, argv) -> list[dict]:
         commands.append(command)
     rows = summarize(kept + new)
     if new:
-        write_json(options.json, {"commands": commands, "pairs": rows, "runs": kept + new})
+        write_json(options.json, {"commands": commands, "rows": rows, "runs": kept + new})
     for line in lines_about_left_out(kept + new):
         print(line)
     return rows

@@ -127,7 +127,7 @@ def test_one_command_trains_runs_of_several_lengths(study):
     assert code == 0
     assert [(run["arm"], len(run["losses"])) for run in document["runs"]] == [
         ("bf16", 4), ("fp8", 4), ("bf16", 10), ("fp8", 10)]
-    assert [row["tokens"] for row in document["pairs"]] == [2048, 5120]
+    assert [row["tokens"] for row in document["rows"]] == [2048, 5120]
 
 
 def test_differences_are_paired_by_seed_and_have_an_interval():
