@@ -536,28 +536,15 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """Return a row per arm, size, number of tokens and window."""
-    pairs_of_rows = pairs_by_row(runs)
-    rows = [row_of(pairs) for pairs in pairs_of_rows]
-    for row, pairs in zip(rows, pairs_of_rows):
-        others = [other for other in pairs_of_rows if is_other_length(other, pairs)]
-        speed, interval = speed_to_equal_loss(row, pairs, others)
+    """Return a row per arm, size, number of tokens and window: those with a pair or a diverged run."""
+    groups = groups_of(runs)
+    rows = [row_of(group) for group in groups]
+    for row, group in zip(rows, groups):
+        others = [other.pairs for other in groups if is_other_length(other, group)]
+        speed, interval = speed_to_equal_loss(row, group.pairs, others)
         row["speed_to_equal_loss"] = speed
         row["speed_to_equal_loss_interval"] = interval
-        row["diverged_seeds"] = diverged_seeds(row, runs)
     return rows
-
-
-def diverged_seeds(row: dict, runs: list[dict]) -> list[int]:
-    """Return the seeds that a row leaves out, since a loss is not finite at the end."""
-    baselines = baselines_of(runs)
-    seeds = []
-    for run in runs:
-        baseline = baselines.get(pair_key(run))
-        is_of_row = all(run[name] == row[name] for name in ("arm", *PAIR_FIELDS))
-        if is_of_row and baseline and not (is_finite(run) and is_finite(baseline)):
-            seeds.append(run["seed"])
-    return seeds
 
 
 def is_finite(run: dict) -> bool:
@@ -572,17 +559,30 @@ class Pair(NamedTuple):
     baseline: dict  # of BF16
 
 
-def pairs_by_row(runs: list[dict]) -> list[list[Pair]]:
-    """Return the pairs of each row of `summarize`, one for each seed that has both runs. Of two pairs of a
-    seed, such as those of two machines, the later one counts."""
+class Group(NamedTuple):
+    """The runs of a row: those of an arm that differ in their seed alone, one per seed."""
+
+    fields: dict  # "arm" and PAIR_FIELDS
+    pairs: list[Pair]
+    diverged: list[dict]  # runs of the arm that are not finite at their end, while BF16's are
+
+
+def groups_of(runs: list[dict]) -> list[Group]:
+    """Return the runs of each row. Of a seed's runs from other weights, or of another machine, the last one
+    counts."""
     baselines = baselines_of(runs)
-    pairs = {}  # {(arm, *fields of PAIR_FIELDS): {seed: pair}}
+    found = {}  # {values of "arm" and PAIR_FIELDS: {seed: pair}}
     for run in runs:
         baseline = baselines.get(pair_key(run))
         if run["arm"] != BASELINE and not reason_against(run, baseline):
-            row_key = tuple(run[name] for name in ("arm", *PAIR_FIELDS))
-            pairs.setdefault(row_key, {})[run["seed"]] = Pair(run, baseline)
-    return [list(of_seeds.values()) for of_seeds in pairs.values()]
+            values = tuple(run[name] for name in ("arm", *PAIR_FIELDS))
+            found.setdefault(values, {})[run["seed"]] = Pair(run, baseline)
+    groups = []
+    for values, pairs_of_seeds in found.items():
+        pairs = [pair for pair in pairs_of_seeds.values() if is_finite(pair.run)]
+        diverged = [pair.run for pair in pairs_of_seeds.values() if not is_finite(pair.run)]
+        groups.append(Group(dict(zip(("arm", *PAIR_FIELDS), values)), pairs, diverged))
+    return groups
 
 
 def baselines_of(runs: list[dict]) -> dict:
@@ -591,15 +591,14 @@ def baselines_of(runs: list[dict]) -> dict:
 
 
 def reason_against(run: dict, baseline: dict | None) -> str:
-    """Return why two runs are no pair, "" if they are one."""
+    """Return why a run of an arm cannot be compared with BF16's, "" if it can."""
     if baseline is None:
         return "there is no BF16 run from the same weights"
     start = round(run["start"] * run["steps"])
     if not same_losses(run["losses"][:start], baseline["losses"][:start]):
         return "BF16 has other losses before its start"
-    for one in (run, baseline):
-        if not is_finite(one):
-            return f"the loss of {one['arm']} is not finite at its end"
+    if not is_finite(baseline):
+        return "the loss of BF16 is not finite at its end"
     return ""
 
 
@@ -616,29 +615,37 @@ def lines_about_left_out(runs: list[dict]) -> list[str]:
         if run["arm"] == BASELINE:
             continue
         reason = reason_against(run, baselines.get(pair_key(run)))
+        if not reason and not is_finite(run):
+            reason = f"the loss of {run['arm']} is not finite at its end"
         if reason:
             lines.append(f"{run['size']} seed {run['seed']} {run['arm']}, {run['tokens']:,} tokens from "
                          f"{run['start']:g} to {run['stop']:g}: left out, {reason}")
     return lines
 
 
-def row_of(pairs: list[Pair]) -> dict:
+def row_of(group: Group) -> dict:
     """Return the mean differences of an arm from BF16 over the seeds, in nats, with their 95 % intervals."""
+    pairs = group.pairs
     training = [training_loss(run) - training_loss(baseline) for run, baseline in pairs]
     validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in pairs]
     # of the same weights, evaluated in BF16
     without_fp8 = [run["val_loss_without_fp8"] - baseline["val_loss"] for run, baseline in pairs
                    if run.get("val_loss_without_fp8") is not None]
-    baseline_loss = statistics.mean(training_loss(baseline) for _, baseline in pairs)
-    first_run = pairs[0].run
-    return {name: first_run[name] for name in ("arm", *PAIR_FIELDS)} | {
-        "seeds": len(pairs), "baseline_training_loss": baseline_loss,
-        "training": statistics.mean(training), "training_interval": interval_of(training),
-        "training_percent": 100 * statistics.mean(training) / baseline_loss,
-        "validation": statistics.mean(validation), "validation_interval": interval_of(validation),
-        "validation_without_fp8": statistics.mean(without_fp8) if without_fp8 else None,
+    baseline_loss = mean_of([training_loss(baseline) for _, baseline in pairs])
+    return group.fields | {
+        "seeds": len(pairs), "diverged_seeds": [run["seed"] for run in group.diverged],
+        "baseline_training_loss": baseline_loss,
+        "training": mean_of(training), "training_interval": interval_of(training),
+        "training_percent": 100 * mean_of(training) / baseline_loss if pairs else None,
+        "validation": mean_of(validation), "validation_interval": interval_of(validation),
+        "validation_without_fp8": mean_of(without_fp8),
         "validation_without_fp8_interval": interval_of(without_fp8),
-        "speed": None if first_run["arm"] in EMULATED else median_speed(pairs)}
+        "speed": None if group.fields["arm"] in EMULATED else median_speed(pairs)}
+
+
+def mean_of(values: list[float]) -> float | None:
+    """Return the mean, None without values."""
+    return statistics.mean(values) if values else None
 
 
 def interval_of(values: list[float]) -> list[float] | None:
@@ -714,12 +721,11 @@ def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) 
     return speed, None if None in interval else interval
 
 
-def is_other_length(other: list[Pair], pairs: list[Pair]) -> bool:
-    """Return whether the pairs of two rows differ in the number of tokens alone."""
+def is_other_length(other: Group, group: Group) -> bool:
+    """Return whether two rows differ in the number of tokens alone."""
     same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-    other_run = other[0].run
-    run = pairs[0].run
-    return other_run["tokens"] != run["tokens"] and all(other_run[name] == run[name] for name in same)
+    is_same = all(other.fields[name] == group.fields[name] for name in same)
+    return is_same and other.fields["tokens"] != group.fields["tokens"]
 
 
 def baseline_falls(pairs: list[Pair], other: list[Pair]) -> list[float]:
@@ -743,25 +749,27 @@ def main_table(rows: list[dict]) -> str:
         lines.append([
             f"`{row['arm']}`", row["size"], f"{row['tokens']:,}",
             f"{row['start']:g} to {row['stop']:g} of {row['end']:g}",
-            describe_seeds(row), f"{row['training']:+.4f}", describe_interval(row["training_interval"]),
-            f"{row['training_percent']:+.2f}", f"{row['validation']:+.4f}",
-            describe_interval(row["validation_interval"]), describe_ratio(row["speed"]),
-            describe_ratio(row["speed_to_equal_loss"]),
+            describe_seeds(row), describe(row["training"]), describe_interval(row["training_interval"]),
+            describe(row["training_percent"], "{:+.2f}"), describe(row["validation"]),
+            describe_interval(row["validation_interval"]), describe(row["speed"], "{:.3f}"),
+            describe(row["speed_to_equal_loss"], "{:.3f}"),
             describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}")])
     return markdown(titles, lines)
 
 
 def describe_seeds(row: dict) -> str:
+    """Return the number of pairs: "4", or "3 of 4, 1 diverged"."""
+    pairs = row["seeds"]
     diverged = len(row["diverged_seeds"])
-    return f"{row['seeds']}, {diverged} more diverged" if diverged else str(row["seeds"])
+    return f"{pairs} of {pairs + diverged}, {diverged} diverged" if diverged else f"{pairs}"
+
+
+def describe(value: float | None, number: str = "{:+.4f}") -> str:
+    return "" if value is None else number.format(value)
 
 
 def describe_interval(interval: list[float] | None, number: str = "{:+.4f}") -> str:
     return "" if interval is None else " to ".join(number.format(end) for end in interval)
-
-
-def describe_ratio(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.3f}"
 
 
 # ---------------------------------------------------------------- the command

@@ -23,7 +23,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.paired import interval_of, pairs_by_row
+from bench.paired import groups_of, interval_of
 from nanote import health
 from nanote.command import run_command
 
@@ -186,9 +186,9 @@ def draw_loss_gap(result, path, arm="fp8"):
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
-    for pairs in pairs_by_row(result["runs"]):
-        run, _ = pairs[0]
-        if run["arm"] == arm and (run["start"], run["stop"]) == (0.0, 1.0):
+    for fields, pairs, _ in groups_of(result["runs"]):
+        is_whole = (fields["start"], fields["stop"]) == (0.0, 1.0)
+        if fields["arm"] == arm and is_whole and pairs:
             draw_gap(axes, pairs, next(colors))
             machines |= {run["machine"] for run, _ in pairs}
     axes.set_xlim(0, 100)

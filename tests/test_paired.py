@@ -143,22 +143,59 @@ def test_differences_are_paired_by_seed_and_have_an_interval():
     assert row["speed"] == 2.0
 
 
+def reasons_of(runs) -> list[str]:
+    return [line.partition("left out, ")[2] for line in paired.lines_about_left_out(runs)]
+
+
 def test_runs_from_other_weights_are_no_pair():
-    """An earlier machine's pair stays, beside a BF16 run of another machine; NaN is no loss."""
+    """An earlier pair stays beside runs from other weights that are none."""
     runs = [
         run_of("bf16", 1, 2.0) | {"shared_weights": "a"}, run_of("fp8", 1, 2.1) | {"shared_weights": "a"},
-        run_of("bf16", 1, 3.0) | {"shared_weights": "b"}, run_of("fp8", 2, 2.1) | {"shared_weights": "b"},
-        run_of("fp8", 1, float("nan")) | {"shared_weights": "b"}]
+        run_of("bf16", 2, 3.0) | {"shared_weights": "b"}, run_of("fp8", 1, 2.5) | {"shared_weights": "b"}]
     row, = paired.summarize(runs)
     assert row["seeds"] == 1 and row["training"] == pytest.approx(0.1)
-    assert [line.partition("left out, ")[2] for line in paired.lines_about_left_out(runs)] == [
-        "there is no BF16 run from the same weights", "the loss of fp8 is not finite at its end"]
-    assert row["diverged_seeds"] == [1]  # the run from the weights "b"
-    diverged = run_of("fp8", 2, float("nan")) | {"shared_weights": "b"}
-    row, = paired.summarize([*runs[:2], run_of("bf16", 2, 3.0) | {"shared_weights": "b"}, diverged])
-    assert row["seeds"] == 1 and row["diverged_seeds"] == [2]
+    assert reasons_of(runs) == ["there is no BF16 run from the same weights"]
     window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
     assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
+
+
+def test_an_arm_that_diverges_on_every_seed_has_a_row():
+    """By its losses at the end, or by its validation loss. A loss that is not finite before counts not."""
+    nan = float("nan")
+    runs = [run_of("bf16", seed, 2.0, steps=100) for seed in (1, 2, 3)]
+    runs += [
+        run_of("fp8", 1, 2.1, steps=100) | {"losses": 99 * [2.1] + [nan]},
+        run_of("fp8", 2, 2.1, steps=100) | {"val_loss": nan}]
+    row, = paired.summarize(runs)
+    assert row["seeds"] == 0 and row["diverged_seeds"] == [1, 2]
+    assert row["training"] is row["training_interval"] is row["validation"] is row["speed"] is None
+    assert "0 of 2, 2 diverged" in paired.main_table([row])
+    assert reasons_of(runs) == 2 * ["the loss of fp8 is not finite at its end"]
+    recovered = run_of("fp8", 3, 2.1, steps=100) | {"losses": 80 * [2.1] + [nan] + 19 * [2.1]}
+    row, = paired.summarize([*runs, recovered])
+    assert row["seeds"] == 1 and row["diverged_seeds"] == [1, 2]
+    assert "1 of 3, 2 diverged" in paired.main_table([row])
+
+
+def test_a_pair_whose_bf16_diverged_is_left_out():
+    nan = float("nan")
+    runs = [
+        run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 2, nan), run_of("fp8", 2, nan),
+        run_of("bf16", 3, nan), run_of("fp8", 3, 2.1)]
+    row, = paired.summarize(runs)
+    assert row["seeds"] == 1 and row["diverged_seeds"] == []
+    assert reasons_of(runs) == 2 * ["the loss of BF16 is not finite at its end"]
+
+
+def test_a_seed_counts_once_by_its_last_run():
+    """Of seed 1 there are runs from the weights "a" and "b": a pair, and one that diverged."""
+    a = [run_of("bf16", 1, 2.0) | {"shared_weights": "a"}, run_of("fp8", 1, 2.1) | {"shared_weights": "a"}]
+    b = [run_of("bf16", 1, 3.0) | {"shared_weights": "b"},
+         run_of("fp8", 1, float("nan")) | {"shared_weights": "b"}]
+    row, = paired.summarize(a + b)
+    assert (row["seeds"], row["diverged_seeds"]) == (0, [1])
+    row, = paired.summarize(b + a)
+    assert (row["seeds"], row["diverged_seeds"]) == (1, [])
 
 
 def test_speed_is_of_one_machine_and_of_real_kernels():
