@@ -36,9 +36,12 @@ but `current` and `block` need Transformer Engine. Some arms also replace functi
 Each GPU trains some of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its state,
 and the same command continues it. The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an
 arm is not needed after its run. The JSON has in `runs` a record per complete run, with the loss of each step.
-Later runs replace earlier ones. From all of them it has `rows`, one per arm, size, length and window:
-differences, their 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of
-BF16. A pair whose runs did not share everything before `start` is left out.
+From all of them it has `rows`, one per arm, size, length and window: differences, their 95 % intervals over
+seeds (t distribution), and how much faster an arm is at the loss of BF16.
+
+Later runs replace earlier ones. Runs are no pair if they did not share everything before `start`, or if
+machine, commit, PyTorch or model differ: that is printed. After a new commit name another --out-dir, so that
+BF16 is trained with it too.
 
 All arms share one baseline, so their differences from it are not independent. Compare two arms by the
 difference of their losses, seed by seed. The runs of a pair train one after the other, not in turns: the
@@ -108,6 +111,8 @@ CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-dgrad-flo
                "fp8-stochastic-logits")
 # their GEMMs or roundings are emulated, so that their speed means nothing
 EMULATED = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-stochastic-logits")
+# trained with another model than the baseline's where that is model_te_fast.py
+OTHER_MODEL = ("fp8-current", "fp8-block", "nanogpt")
 MODERN = dict(
     activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
 SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)
@@ -506,7 +511,8 @@ def wait_for(processes: list[subprocess.Popen]) -> None:
 
 # ---------------------------------------------------------------- what they show
 
-ORIGIN = ("machine", "model", "torch", "commit", "date")  # recorded of the window's part of a run
+SAME_ORIGIN = ("machine", "commit", "torch", "model")  # of both runs of a pair
+ORIGIN = (*SAME_ORIGIN, "date")  # recorded of the window's part of a run
 
 
 def run_record(options: Options, arm: str, seed: int) -> dict | None:
@@ -568,12 +574,11 @@ class Group(NamedTuple):
 
 
 def groups_of(runs: list[dict]) -> list[Group]:
-    """Return the runs of each row. Of a seed's runs from other weights, or of another machine, the last one
-    counts."""
+    """Return the runs of each row."""
     baselines = baselines_of(runs)
     found = {}  # {values of "arm" and PAIR_FIELDS: {seed: pair}}
     for run in runs:
-        baseline = baselines.get(pair_key(run))
+        baseline = baseline_of(run, baselines)
         if run["arm"] != BASELINE and not reason_against(run, baseline):
             values = tuple(run[name] for name in ("arm", *PAIR_FIELDS))
             found.setdefault(values, {})[run["seed"]] = Pair(run, baseline)
@@ -586,14 +591,39 @@ def groups_of(runs: list[dict]) -> list[Group]:
 
 
 def baselines_of(runs: list[dict]) -> dict:
-    """Return {pair_key(run): BF16's run}."""
-    return {pair_key(run): run for run in runs if run["arm"] == BASELINE}
+    """Return {pair_key(run): BF16's runs}."""
+    baselines = {}
+    for run in runs:
+        if run["arm"] == BASELINE:
+            baselines.setdefault(pair_key(run), []).append(run)
+    return baselines
+
+
+def baseline_of(run: dict, baselines: dict) -> dict | None:
+    """Return BF16's run from the same weights, of the same origin if there is one; None without any."""
+    candidates = baselines.get(pair_key(run), [])
+    of_same_origin = [baseline for baseline in candidates if not other_origin(run, baseline)]
+    for baseline in of_same_origin[-1:] or candidates[-1:]:
+        return baseline
+    return None
+
+
+def other_origin(run: dict, baseline: dict) -> str:
+    """Return which of SAME_ORIGIN differs from BF16's, "" if none does."""
+    for name in SAME_ORIGIN:
+        is_meant = name == "model" and run["arm"] in OTHER_MODEL
+        if run.get(name) != baseline.get(name) and not is_meant:
+            return name
+    return ""
 
 
 def reason_against(run: dict, baseline: dict | None) -> str:
     """Return why a run of an arm cannot be compared with BF16's, "" if it can."""
     if baseline is None:
         return "there is no BF16 run from the same weights"
+    name = other_origin(run, baseline)
+    if name:
+        return f"its {name} is {run.get(name)}, that of BF16 is {baseline.get(name)}"
     start = round(run["start"] * run["steps"])
     if not same_losses(run["losses"][:start], baseline["losses"][:start]):
         return "BF16 has other losses before its start"
@@ -614,7 +644,7 @@ def lines_about_left_out(runs: list[dict]) -> list[str]:
     for run in runs:
         if run["arm"] == BASELINE:
             continue
-        reason = reason_against(run, baselines.get(pair_key(run)))
+        reason = reason_against(run, baseline_of(run, baselines))
         if not reason and not is_finite(run):
             reason = f"the loss of {run['arm']} is not finite at its end"
         if reason:
@@ -626,6 +656,7 @@ def lines_about_left_out(runs: list[dict]) -> list[str]:
 def row_of(group: Group) -> dict:
     """Return the mean differences of an arm from BF16 over the seeds, in nats, with their 95 % intervals."""
     pairs = group.pairs
+    runs = [pair.run for pair in pairs] + group.diverged
     training = [training_loss(run) - training_loss(baseline) for run, baseline in pairs]
     validation = [run["val_loss"] - baseline["val_loss"] for run, baseline in pairs]
     # of the same weights, evaluated in BF16
@@ -634,6 +665,8 @@ def row_of(group: Group) -> dict:
     baseline_loss = mean_of([training_loss(baseline) for _, baseline in pairs])
     return group.fields | {
         "seeds": len(pairs), "diverged_seeds": [run["seed"] for run in group.diverged],
+        # whose gradient norm was not finite, of all these runs of the arm
+        "skipped_steps": sum(run["skipped_steps"] for run in runs),
         "baseline_training_loss": baseline_loss,
         "training": mean_of(training), "training_interval": interval_of(training),
         "training_percent": 100 * mean_of(training) / baseline_loss if pairs else None,
@@ -660,12 +693,9 @@ def interval_of(values: list[float]) -> list[float] | None:
 
 
 def median_speed(pairs: list[Pair]) -> float | None:
-    """Return BF16's time per step over the arm's, the median of the pairs that were timed on one kind of
-    machine; None if none was, because the parts were too short or on different ones."""
-    ratios = []
-    for run, baseline in pairs:
-        if baseline["ms"] and run["ms"] and baseline["machine"] == run["machine"]:
-            ratios.append(baseline["ms"] / run["ms"])
+    """Return BF16's time per step over the arm's, the median of the pairs; None if none was timed, because
+    the parts were too short."""
+    ratios = [baseline["ms"] / run["ms"] for run, baseline in pairs if baseline["ms"] and run["ms"]]
     return statistics.median(ratios) if ratios else None
 
 
@@ -673,6 +703,12 @@ def pair_key(run: dict) -> tuple:
     """Return the values that a run shares with its baseline."""
     values = [run[name] for name in ("seed", *PAIR_FIELDS)]
     return *values, run.get("shared_weights")  # which older records do not have
+
+
+def stored_key(run: dict) -> tuple:
+    """Return the values by which a later run replaces an earlier one. Origin is one of them, so that BF16's
+    run stays for the arms of an earlier commit."""
+    return run["arm"], *pair_key(run), *(run.get(name) for name in SAME_ORIGIN)
 
 
 def training_loss(run: dict) -> float:
@@ -742,14 +778,16 @@ def log_of_tokens(other: list[Pair], pairs: list[Pair]) -> float:
 
 def main_table(rows: list[dict]) -> str:
     """Return the Markdown table of the rows."""
-    titles = ["arm", "size", "tokens", "the arm's part", "seeds", "training loss, nats", "95 % interval", "%",
-              "validation loss", "95 % interval", "x BF16", "at equal loss", "95 % interval"]
+    titles = ["arm", "size", "tokens", "the arm's part", "seeds", "skipped steps", "training loss, nats",
+              "95 % interval", "%", "validation loss", "95 % interval", "x BF16", "at equal loss",
+              "95 % interval"]
     lines = []
     for row in rows:
         lines.append([
             f"`{row['arm']}`", row["size"], f"{row['tokens']:,}",
             f"{row['start']:g} to {row['stop']:g} of {row['end']:g}",
-            describe_seeds(row), describe(row["training"]), describe_interval(row["training_interval"]),
+            describe_seeds(row), f"{row['skipped_steps']}",
+            describe(row["training"]), describe_interval(row["training_interval"]),
             describe(row["training_percent"], "{:+.2f}"), describe(row["validation"]),
             describe_interval(row["validation_interval"]), describe(row["speed"], "{:.3f}"),
             describe(row["speed_to_equal_loss"], "{:.3f}"),
@@ -848,8 +886,8 @@ def add_runs(options: Options, argv) -> list[dict]:
                 record = run_record(single, arm, seed)
                 if record is not None:
                     new.append(record)
-    new_keys = [(run["arm"], pair_key(run)) for run in new]
-    kept = [run for run in document["runs"] if (run["arm"], pair_key(run)) not in new_keys]
+    new_keys = [stored_key(run) for run in new]
+    kept = [run for run in document["runs"] if stored_key(run) not in new_keys]
     command = command_line("bench/paired.py", argv)
     commands = document["commands"]
     if command not in commands:

@@ -119,7 +119,7 @@ def run_of(arm, seed, loss, ms=100.0, steps=10):
     pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
             "start": 0.0, "stop": 1.0, "end": 1.0}
     return pair | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
-                     "val_loss": loss + 0.5, "machine": "a GPU"}
+                   "skipped_steps": 0, "val_loss": loss + 0.5, "machine": "a GPU"}
 
 
 def test_one_command_trains_runs_of_several_lengths(study):
@@ -177,6 +177,17 @@ def test_an_arm_that_diverges_on_every_seed_has_a_row():
     assert "1 of 3, 2 diverged" in paired.main_table([row])
 
 
+def test_skipped_steps_of_an_arm_are_added_up():
+    """Those of a diverged run, too; not BF16's."""
+    row, = paired.summarize([
+        run_of("bf16", 1, 2.0) | {"skipped_steps": 100}, run_of("fp8", 1, 2.1) | {"skipped_steps": 2},
+        run_of("bf16", 2, 2.0), run_of("fp8", 2, float("nan")) | {"skipped_steps": 5}])
+    assert row["skipped_steps"] == 7
+    cells = paired.main_table([row]).splitlines()
+    titles, cells = cells[0].split(" | "), cells[2].split(" | ")
+    assert cells[titles.index("skipped steps")] == "7"
+
+
 def test_a_pair_whose_bf16_diverged_is_left_out():
     nan = float("nan")
     runs = [
@@ -198,11 +209,49 @@ def test_a_seed_counts_once_by_its_last_run():
     assert (row["seeds"], row["diverged_seeds"]) == (1, [])
 
 
-def test_speed_is_of_one_machine_and_of_real_kernels():
+@pytest.mark.parametrize("start", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["machine", "commit", "torch", "model"])
+def test_runs_of_two_origins_are_no_pair(name, start):
+    """In whole runs and windows; until BF16 has a run of the second origin."""
+    of_first = {name: "first", "start": start}
+    of_second = {name: "second", "start": start}
+    losses = {"losses": [2.0] * 10}  # the same before a start
+    runs = [
+        run_of("bf16", 1, 2.0) | of_first, run_of("fp8", 1, 2.1) | of_first | losses,
+        run_of("fp8-e4m3", 1, 2.1) | of_second | losses]
+    row, = paired.summarize(runs)
+    assert row["arm"] == "fp8"
+    assert reasons_of(runs) == [f"its {name} is second, that of BF16 is first"]
+    runs.append(run_of("bf16", 1, 1.9) | of_second | {"losses": [2.0] * 5 + [1.9] * 5})
+    rows = paired.summarize(runs)
+    assert [row["arm"] for row in rows] == ["fp8", "fp8-e4m3"] and reasons_of(runs) == []
+    assert [row["training"] for row in rows] == pytest.approx([0.0, 0.1])
+
+
+def test_an_arm_of_another_model_is_a_pair():
+    for arm in ("fp8-current", "fp8-block", "nanogpt"):
+        bf16 = run_of("bf16", 1, 2.0) | {"model": "FastGPT2Model"}
+        row, = paired.summarize([bf16, run_of(arm, 1, 2.1) | {"model": "another"}])
+        assert row["arm"] == arm
+
+
+def test_a_run_of_a_new_commit_replaces_no_run_of_another(study, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOTE_COMMIT", "first")
+    study("--arms", "fp8", "fp8-e4m3")
+    monkeypatch.setenv("NANOTE_COMMIT", "second")
+    code, document = study("--arms", "fp8", "--out-dir", str(tmp_path / "second"))
+    assert code == 0
+    assert [(run["arm"], run["commit"]) for run in document["runs"]] == [
+        ("bf16", "first"), ("fp8", "first"), ("fp8-e4m3", "first"), ("bf16", "second"), ("fp8", "second")]
+    assert [(row["arm"], row["seeds"]) for row in document["rows"]] == [("fp8", 1), ("fp8-e4m3", 1)]
+    _, again = study("--arms", "fp8", "--out-dir", str(tmp_path / "second"))
+    assert len(again["runs"]) == 5
+
+
+def test_speed_is_of_real_kernels():
     rows = paired.summarize([
-        run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1) | {"machine": "another GPU"},
-        run_of("fp8-weights", 1, 2.1), run_of("fp8-e4m3", 1, 2.1, ms=50.0)])
-    assert [row["speed"] for row in rows] == [None, None, 2.0]
+        run_of("bf16", 1, 2.0), run_of("fp8-weights", 1, 2.1), run_of("fp8-e4m3", 1, 2.1, ms=50.0)])
+    assert [row["speed"] for row in rows] == [None, 2.0]
 
 
 def test_a_short_window_is_compared_over_its_own_steps():
