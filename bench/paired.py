@@ -547,9 +547,7 @@ def summarize(runs: list[dict]) -> list[dict]:
     rows = [row_of(group) for group in groups]
     for row, group in zip(rows, groups):
         others = [other.pairs for other in groups if is_other_length(other, group)]
-        speed, interval = speed_to_equal_loss(row, group.pairs, others)
-        row["speed_to_equal_loss"] = speed
-        row["speed_to_equal_loss_interval"] = interval
+        row |= speed_to_equal_loss(row, group.pairs, others)
     return rows
 
 
@@ -722,39 +720,51 @@ def training_loss(run: dict) -> float:
     return statistics.mean(run["losses"][-count:])
 
 
-def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) -> tuple:
-    """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss, and its
-    interval, that of the gap.
+def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) -> dict:
+    """Return BF16's training time over that of a whole run of this arm which ends at BF16's loss.
 
-    BF16's loss is taken as linear in log(tokens) between two lengths of whole runs: this row's, and the
-    nearest other one. Its slope is that of the seeds which both have. The arm's loss is higher than BF16's by
-    `gap`. So the arm needs exp(gap / slope) times as many tokens.
+    The slope is the fall of BF16's training loss between two lengths of whole runs, over the log of their
+    ratio. An arm whose loss is higher by `gap` needs exp(gap / slope) times as many tokens.
 
-    None without such runs, if BF16's loss does not fall with more tokens, or if the gap is larger than the
-    fall between the two lengths, since that is too far to extrapolate.
+    The lengths are this row's and the nearest other one. The seeds of the slope are those that both have. A
+    gap of more than half of the fall is too far to extrapolate. The interval is that of the gap alone.
 
-    pairs: of the row. others: those of the rows that differ in the number of tokens alone.
+    Args:
+        pairs: of the row.
+        others: pairs of the rows that differ in the number of tokens alone.
+
+    Returns:
+        speed_to_equal_loss: None if BF16's loss does not fall, or if the gap is too large.
+        speed_to_equal_loss_interval: an end of it is None if it is not bounded.
+        slope: nats per e-fold of tokens.
+        slope_tokens: the other length.
+        slope_seeds: the seeds.
+
+        All are None without such runs, the interval also of one seed.
     """
-    if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0):
-        return None, None
+    found = dict.fromkeys((
+        "speed_to_equal_loss", "speed_to_equal_loss_interval", "slope", "slope_tokens", "slope_seeds"))
     others = [other for other in others if baseline_falls(pairs, other)]
-    if not others:
-        return None, None
+    if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0) or not others:
+        return found
     nearest = min(others, key=lambda other: abs(log_of_tokens(other, pairs)))
-    fall = statistics.mean(baseline_falls(pairs, nearest))
+    falls = baseline_falls(pairs, nearest)
+    fall = statistics.mean(falls.values())
     slope = fall / log_of_tokens(nearest, pairs)
+    found["slope"] = slope
+    found["slope_tokens"] = nearest[0].run["tokens"]
+    found["slope_seeds"] = sorted(falls)
 
     def speed_at(gap: float) -> float | None:
-        if slope <= 0 or abs(gap) > abs(fall):
+        if slope <= 0 or abs(gap) > abs(fall) / 2:
             return None
         return row["speed"] / math.exp(gap / slope)
 
-    speed = speed_at(row["training"])
-    if row["training_interval"] is None:
-        return speed, None
-    low, high = row["training_interval"]
-    interval = [speed_at(high), speed_at(low)]  # the smaller gap is the higher speed
-    return speed, None if None in interval else interval
+    found["speed_to_equal_loss"] = speed_at(row["training"])
+    if row["training_interval"] is not None:
+        low, high = row["training_interval"]
+        found["speed_to_equal_loss_interval"] = [speed_at(high), speed_at(low)]  # a smaller gap is faster
+    return found
 
 
 def is_other_length(other: Group, group: Group) -> bool:
@@ -764,11 +774,11 @@ def is_other_length(other: Group, group: Group) -> bool:
     return is_same and other.fields["tokens"] != group.fields["tokens"]
 
 
-def baseline_falls(pairs: list[Pair], other: list[Pair]) -> list[float]:
-    """Return how much lower BF16's loss is in another row, for each seed that both have."""
+def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[int, float]:
+    """Return {seed: how much lower BF16's loss is in another row}, of the seeds that both have."""
     losses = {baseline["seed"]: training_loss(baseline) for _, baseline in other}
-    return [training_loss(baseline) - losses[baseline["seed"]] for _, baseline in pairs
-            if baseline["seed"] in losses]
+    return {baseline["seed"]: training_loss(baseline) - losses[baseline["seed"]] for _, baseline in pairs
+            if baseline["seed"] in losses}
 
 
 def log_of_tokens(other: list[Pair], pairs: list[Pair]) -> float:
@@ -780,7 +790,7 @@ def main_table(rows: list[dict]) -> str:
     """Return the Markdown table of the rows."""
     titles = ["arm", "size", "tokens", "the arm's part", "seeds", "skipped steps", "training loss, nats",
               "95 % interval", "%", "validation loss", "95 % interval", "x BF16", "at equal loss",
-              "95 % interval"]
+              "95 % interval", "slope, nats per e-fold of tokens"]
     lines = []
     for row in rows:
         lines.append([
@@ -791,7 +801,7 @@ def main_table(rows: list[dict]) -> str:
             describe(row["training_percent"], "{:+.2f}"), describe(row["validation"]),
             describe_interval(row["validation_interval"]), describe(row["speed"], "{:.3f}"),
             describe(row["speed_to_equal_loss"], "{:.3f}"),
-            describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}")])
+            describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}"), describe_slope(row)])
     return markdown(titles, lines)
 
 
@@ -806,8 +816,21 @@ def describe(value: float | None, number: str = "{:+.4f}") -> str:
     return "" if value is None else number.format(value)
 
 
-def describe_interval(interval: list[float] | None, number: str = "{:+.4f}") -> str:
-    return "" if interval is None else " to ".join(number.format(end) for end in interval)
+def describe_interval(interval: list[float | None] | None, number: str = "{:+.4f}") -> str:
+    """Return "0.9 to 1.1", in which an end that is None is "(not bounded)"; "" without an interval."""
+    if interval is None:
+        return ""
+    if interval == [None, None]:
+        return "not bounded"
+    return " to ".join("(not bounded)" if end is None else number.format(end) for end in interval)
+
+
+def describe_slope(row: dict) -> str:
+    """Return the slope of a row, with the other length and the seeds that it is from; "" without one."""
+    if row["slope"] is None:
+        return ""
+    seeds = ", ".join(str(seed) for seed in row["slope_seeds"])
+    return f"{row['slope']:.3f}, with {row['slope_tokens']:,} tokens, seeds {seeds}"
 
 
 # ---------------------------------------------------------------- the command

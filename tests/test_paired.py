@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 
@@ -183,9 +184,7 @@ def test_skipped_steps_of_an_arm_are_added_up():
         run_of("bf16", 1, 2.0) | {"skipped_steps": 100}, run_of("fp8", 1, 2.1) | {"skipped_steps": 2},
         run_of("bf16", 2, 2.0), run_of("fp8", 2, float("nan")) | {"skipped_steps": 5}])
     assert row["skipped_steps"] == 7
-    cells = paired.main_table([row]).splitlines()
-    titles, cells = cells[0].split(" | "), cells[2].split(" | ")
-    assert cells[titles.index("skipped steps")] == "7"
+    assert cell_of(row, "skipped steps") == "7"
 
 
 def test_a_pair_whose_bf16_diverged_is_left_out():
@@ -263,15 +262,24 @@ def test_a_short_window_is_compared_over_its_own_steps():
     assert row["training"] == pytest.approx(0.5)
 
 
+def cell_of(row, title) -> str:
+    """Return the last cell with this title in the table of a row."""
+    titles, _, cells = paired.main_table([row]).splitlines()
+    return dict(zip(titles.split(" | "), cells.split(" | ")))[title]
+
+
 def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
-    """BF16 falls by 0.2 over twice the tokens, and FP8 is 0.1 behind: it needs √2 times as many."""
+    """BF16 falls by 0.4 over twice the tokens, and FP8 is 0.1 behind: it needs 2^(1/4) times as many."""
     rows = paired.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1, ms=50.0),
-        run_of("bf16", 1, 1.8, steps=20), run_of("fp8", 1, 1.9, ms=50.0, steps=20)])
-    assert rows[0]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5)
-    assert rows[1]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5), "the shorter runs show the fall"
+        run_of("bf16", 1, 1.6, steps=20), run_of("fp8", 1, 1.7, ms=50.0, steps=20)])
+    assert rows[0]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.25)
+    assert rows[1]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.25), "the shorter runs show the fall"
+    for row, other_tokens in zip(rows, (20_000, 10_000)):
+        assert row["slope"] == pytest.approx(0.4 / math.log(2))
+        assert row["slope_tokens"] == other_tokens and row["slope_seeds"] == [1]
     row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
-    assert row["speed_to_equal_loss"] is None
+    assert row["speed_to_equal_loss"] is row["slope"] is row["slope_tokens"] is row["slope_seeds"] is None
     rises = paired.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 2.2, steps=20),
         run_of("fp8", 1, 2.3, steps=20)])
@@ -279,16 +287,44 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
 
 
 def test_speed_at_equal_loss_has_the_interval_of_the_gap():
-    """The fall is that of the common seeds, 1 and 2: the third one has no longer run."""
+    """The fall, 0.5, is that of the common seeds, 1 and 2: the third one has no longer run."""
     runs = [run_of("bf16", 3, 9.0), run_of("fp8", 3, 9.1, ms=50.0)]
     for seed, gap in ((1, 0.09), (2, 0.11)):
         runs += [run_of("bf16", seed, 2.0), run_of("fp8", seed, 2.0 + gap, ms=50.0),
-                 run_of("bf16", seed, 1.8, steps=20), run_of("fp8", seed, 1.9, ms=50.0, steps=20)]
+                 run_of("bf16", seed, 1.5, steps=20), run_of("fp8", seed, 1.6, ms=50.0, steps=20)]
     row = paired.summarize(runs)[0]
     half = 4.303 * 0.01 / 3**0.5
-    assert row["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.5)
+    assert row["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.2)
     assert row["speed_to_equal_loss_interval"] == pytest.approx(
-        [2.0 / 2**((0.1 + half) / 0.2), 2.0 / 2**((0.1 - half) / 0.2)])
+        [2.0 / 2**((0.1 + half) / 0.5), 2.0 / 2**((0.1 - half) / 0.5)])
+    slope = cell_of(row, "slope, nats per e-fold of tokens |")
+    assert slope == "0.721, with 20,000 tokens, seeds 1, 2 |"
+
+
+@pytest.mark.parametrize("gaps, interval, cell", [
+    ((0.02, 0.03), [True, True], "1.630 to 2.186"),  # -0.0385 to 0.0885
+    ((0.04, 0.06), [False, True], "(not bounded) to 2.390"),  # -0.077 to 0.177
+    ((0.0, 0.04), [False, False], "not bounded"),  # -0.234 to 0.274
+])
+def test_an_end_beyond_half_of_the_fall_is_not_bounded(gaps, interval, cell):
+    """BF16 falls by 0.3 over twice the tokens, so that a gap may be 0.15."""
+    runs = []
+    for seed, gap in enumerate(gaps):
+        runs += [run_of("bf16", seed, 2.0), run_of("fp8", seed, 2.0 + gap, ms=50.0),
+                 run_of("bf16", seed, 1.7, steps=20), run_of("fp8", seed, 1.7 + gap, ms=50.0, steps=20)]
+    row = paired.summarize(runs)[0]
+    assert row["speed_to_equal_loss"] is not None
+    assert [end is not None for end in row["speed_to_equal_loss_interval"]] == interval
+    assert cell_of(row, "95 % interval") == cell
+
+
+def test_speed_at_equal_loss_extrapolates_over_half_of_the_fall():
+    """BF16 falls by 0.3 over twice the tokens."""
+    for gap, is_known in ((0.14, True), (0.16, False)):
+        row = paired.summarize([
+            run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.0 + gap), run_of("bf16", 1, 1.7, steps=20),
+            run_of("fp8", 1, 1.8, steps=20)])[0]
+        assert (row["speed_to_equal_loss"] is not None) == is_known
 
 
 MODEL = '''
