@@ -123,6 +123,7 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
     "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2,
                  warmup_steps=4, eval_tokens=512),
 }
+PARTS = 20  # of a run in `differences_over_run`
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
 TIME_TO_TRAIN = 0.95  # of --minutes; the rest is for writing the state
 NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
@@ -679,9 +680,28 @@ def mean_of(values: list[float]) -> float | None:
     return statistics.mean(values) if values else None
 
 
+def differences_over_run(pairs: list[Pair]) -> list[tuple[float, list[float] | None]]:
+    """Return (mean, 95 % interval) over the seeds of the arm's training loss minus BF16's, for each of PARTS
+    equal parts of the steps."""
+    of_seeds = [differences_of_seed(pair) for pair in pairs]
+    return [(statistics.mean(differences), interval_of(differences)) for differences in zip(*of_seeds)]
+
+
+def differences_of_seed(pair: Pair) -> list[float]:
+    """Return the mean of the arm's training loss minus BF16's in each of PARTS equal parts of the steps."""
+    differences = np.subtract(pair.run["losses"], pair.baseline["losses"])
+    return [float(part.mean()) for part in np.array_split(differences, PARTS)]
+
+
+def is_whole_run(row: dict) -> bool:
+    """Return whether the arm trains all steps."""
+    return (row["start"], row["stop"]) == (0.0, 1.0)
+
+
 def interval_of(values: list[float]) -> list[float] | None:
-    """Return the 95 % interval of the mean, of the t distribution; None for one value."""
-    if len(values) < 2:
+    """Return the 95 % interval of the mean, of the t distribution; None for one value, or if one is not
+    finite."""
+    if len(values) < 2 or not all(math.isfinite(value) for value in values):
         return None
     degrees_of_freedom = min(len(values) - 1, len(T_975))
     standard_error = statistics.stdev(values) / math.sqrt(len(values))
@@ -745,7 +765,7 @@ def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) 
     found = dict.fromkeys((
         "speed_to_equal_loss", "speed_to_equal_loss_interval", "slope", "slope_tokens", "slope_seeds"))
     others = [other for other in others if baseline_falls(pairs, other)]
-    if row["speed"] is None or (row["start"], row["stop"]) != (0.0, 1.0) or not others:
+    if row["speed"] is None or not is_whole_run(row) or not others:
         return found
     nearest = min(others, key=lambda other: abs(log_of_tokens(other, pairs)))
     falls = baseline_falls(pairs, nearest)

@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages from the JSON in results/, five in all. Nothing is measured.
+"""Draw the pictures of the pages from the JSON in results/, six in all. Nothing is measured.
 
     python bench/pictures.py
 
@@ -23,7 +23,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.paired import groups_of, interval_of
+from bench import paired
 from nanote import health
 from nanote.command import run_command
 
@@ -48,7 +48,6 @@ ATTENTION_KERNELS = {  # name of a row -> label, color
     "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", LIGHT_BLUE), "flash-attn 4": ("FlashAttention 4", BLUE),
     "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", ORANGE),
 }
-GAP_POINTS = 20  # of a line in the picture of the loss gap: a point is the mean over a 20th of the steps
 GAP_SIZES = {"124m": "124M", "350m": "350M", "modern": "124M, modern block"}  # size -> label
 WAITS_FOR_PYTHON = 1.1  # a step that takes this many times as long as its CUDA graph
 
@@ -119,7 +118,7 @@ def draw_losses(axes, evaluations, unit, scale, label, color, marker):
     for records in evaluations:
         losses = [record["val_loss"] for record in records]
         mean = statistics.mean(losses)
-        low, high = interval_of(losses)
+        low, high = paired.interval_of(losses)
         x.append(scale * statistics.mean(record[unit] for record in records))
         means.append(mean)
         errors.append((mean - low, high - mean))
@@ -157,48 +156,47 @@ dotted: between evaluations""")
     figure.savefig(path)
 
 
-def smoothed_gaps(run, baseline) -> list[float]:
-    """Return the loss of a run minus that of BF16, as means over GAP_POINTS equal parts of the steps."""
-    gaps = np.subtract(run["losses"], baseline["losses"])
-    return [part.mean() for part in np.array_split(gaps, GAP_POINTS)]
-
-
 def draw_gap(axes, pairs, color):
-    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval."""
+    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval.
+
+    The interval of two seeds would hide all else: a thin line for each in place of it.
+    """
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
     seeds = "1 seed" if len(pairs) == 1 else f"{len(pairs)} seeds"
-    gaps_of_seeds = [smoothed_gaps(*pair) for pair in pairs]
-    x = 100 * (np.arange(GAP_POINTS) + 0.5) / GAP_POINTS
+    means, intervals = zip(*paired.differences_over_run(pairs))
+    x = 100 * (np.arange(paired.PARTS) + 0.5) / paired.PARTS
     label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {seeds}"
-    axes.plot(x, np.mean(gaps_of_seeds, axis=0), color=color, lw=2.5, label=label)
-    if len(pairs) > 1:
-        intervals = [interval_of(gaps) for gaps in zip(*gaps_of_seeds)]
-        low, high = zip(*intervals)
+    axes.plot(x, means, color=color, lw=3, label=label)
+    if len(pairs) > 2:
+        low, high = zip(*[interval or (np.nan, np.nan) for interval in intervals])
         axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+    if len(pairs) == 2:
+        for pair in pairs:
+            axes.plot(x, paired.differences_of_seed(pair), color=color, lw=1, ls="--")
 
 
 @rc_context(FOR_A_TALK)
 def draw_loss_gap(result, path, arm="fp8"):
     """Draw the training loss of an arm minus that of BF16 over the run, a line per size and length of whole
     runs in bench/paired.py's JSON."""
-    figure, axes = make_figure(12.5, 6.6, "Training loss of FP8 minus that of BF16, over the run")
+    title = "From the same first weights, FP8's training loss ends above BF16's"
+    figure, axes = make_figure(12.5, 6.6, title)
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
-    for fields, pairs, _ in groups_of(result["runs"]):
-        is_whole = (fields["start"], fields["stop"]) == (0.0, 1.0)
-        if fields["arm"] == arm and is_whole and pairs:
+    for fields, pairs, _ in paired.groups_of(result["runs"]):
+        if fields["arm"] == arm and paired.is_whole_run(fields) and pairs:
             draw_gap(axes, pairs, next(colors))
             machines |= {run["machine"] for run, _ in pairs}
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the run")
-    axes.set_ylabel("difference, nats a token")
+    axes.set_ylabel("FP8 minus BF16, nats a token")
     axes.grid(alpha=0.4)
-    axes.legend()
+    axes.legend(loc="upper left")
     write_below(figure, f"""\
-same first weights and batches; means over a {GAP_POINTS}th of the steps and over seeds, 95 % interval
-{', '.join(sorted(machines))}""")
+means over a {paired.PARTS}th of the steps and over seeds; shaded: 95 % interval; dashed: single seeds
+on the same batches; {', '.join(sorted(machines))}""")
     figure.savefig(path)
 
 
@@ -287,16 +285,21 @@ def draw_health(result, path):
     health.plot(result["records"], path, result["title"])
 
 
-PICTURES = {
+PICTURES = {  # {name of the PNG in results/: function}
     "stack": draw_stack, "convergence": draw_loss, "crossover": draw_crossover, "attention": draw_attention,
-    "fp8_health": draw_health,
+    "fp8_health": draw_health, "loss_gap": draw_loss_gap,
 }
+
+
+def read_results(picture):
+    """Return the JSON that a picture is drawn from."""
+    name = "paired" if picture == "loss_gap" else picture
+    return json.loads((ROOT / f"results/{name}.json").read_text())
 
 
 def main() -> None:
     for name, draw in PICTURES.items():
-        content = json.loads((ROOT / f"results/{name}.json").read_text())
-        draw(content, ROOT / f"results/{name}.png")
+        draw(read_results(name), ROOT / f"results/{name}.png")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, first_commits, minimal, pictures, plain_gpt, report, step, turns
+from bench import attention, first_commits, minimal, paired, pictures, plain_gpt, report, step, turns
 from bench.attention import Shape
 from bench.step import arm_config
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -257,8 +257,7 @@ def test_a_busy_core_computes_until_the_end():
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn_from_the_results(name, tmp_path):
-    content = json.loads((pictures.ROOT / f"results/{name}.json").read_text())
-    pictures.PICTURES[name](content, tmp_path / "picture.png")
+    pictures.PICTURES[name](pictures.read_results(name), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
 
 
@@ -270,7 +269,7 @@ def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
 
 
 def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
-    """Two sizes, one with one seed; a window and another arm are not drawn."""
+    """Two sizes, one with one seed; a window and another arm are not drawn. Of two seeds, a line each."""
     bf16 = [10 / step for step in range(1, 346)]
     runs = []
     for seed in (1, 2, 3):
@@ -286,14 +285,20 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
         figures.append(make_figure(*arguments, **options))
         return figures[-1]
 
+    for seed in (1, 2):
+        runs.append(paired_run("bf16", seed, bf16, 1e8, "modern"))
+        runs.append(paired_run("fp8", seed, [loss + 0.2 * seed for loss in bf16], 1e8, "modern"))
     monkeypatch.setattr(pictures, "make_figure", recorded)
     pictures.draw_loss_gap({"runs": runs}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
     [(_, axes)] = figures
     lines = {line.get_label(): line.get_ydata() for line in axes.lines if "tokens" in line.get_label()}
     assert lines == {
-        "124M, 45 M tokens, 3 seeds": pytest.approx([0.02] * pictures.GAP_POINTS),
-        "350M, 100 M tokens, 1 seed": pytest.approx([0.1] * pictures.GAP_POINTS)}
+        "124M, 45 M tokens, 3 seeds": pytest.approx([0.02] * paired.PARTS),
+        "350M, 100 M tokens, 1 seed": pytest.approx([0.1] * paired.PARTS),
+        "124M, modern block, 100 M tokens, 2 seeds": pytest.approx([0.3] * paired.PARTS)}
+    thin = [line.get_ydata() for line in axes.lines if line.get_linestyle() == "--"]
+    assert thin == [pytest.approx([0.2] * paired.PARTS), pytest.approx([0.4] * paired.PARTS)]
     [band] = axes.collections  # the interval of the three seeds
     half = 4.303 * 0.01 / 3**0.5
     low, high = band.get_datalim(axes.transData).intervaly

@@ -253,6 +253,33 @@ def test_speed_is_of_real_kernels():
     assert [row["speed"] for row in rows] == [None, 2.0]
 
 
+def test_the_difference_over_a_run_is_a_mean_over_seeds():
+    """Of 40 steps, a part has 2. The difference is 0.1 in the first part; then those of two seeds differ."""
+    rest = [0.2] * 38
+    runs = []
+    for seed, factor in ((1, 1.0), (2, 3.0)):
+        differences = [0.0, 0.2] + [factor * difference for difference in rest]
+        runs += [run_of("bf16", seed, 2.0, steps=40), run_of("fp8", seed, 2.0, steps=40) | {
+            "losses": [2.0 + difference for difference in differences]}]
+    [group] = paired.groups_of(runs)
+    first, *others = paired.differences_over_run(group.pairs)
+    assert first[0] == pytest.approx(0.1) and first[1] == pytest.approx([0.1, 0.1])
+    half = 12.706 * 0.2  # t of one degree of freedom, times the standard error
+    assert len(others) == paired.PARTS - 1
+    for mean, interval in others:
+        assert mean == pytest.approx(0.4) and interval == pytest.approx([0.4 - half, 0.4 + half])
+
+
+def test_a_skipped_step_has_no_difference():
+    """Nor the part of a run that it is in. The others have theirs."""
+    runs = [run_of("bf16", seed, 2.0, steps=40) for seed in (1, 2)]
+    runs += [run_of("fp8", seed, 2.1, steps=40) for seed in (1, 2)]
+    runs[-1]["losses"][4] = math.inf
+    [group] = paired.groups_of(runs)
+    intervals = [interval for _, interval in paired.differences_over_run(group.pairs)]
+    assert intervals[2] is None and None not in intervals[:2] + intervals[3:]
+
+
 def test_a_short_window_is_compared_over_its_own_steps():
     """Of 100 steps, the arm trains the last 2."""
     window = {"start": 0.98, "losses": 98 * [9.0] + 2 * [2.0]}
