@@ -7,6 +7,7 @@ cells: "{ms:.1f}" is filled from the fields of a row. A new table is a function,
 """
 
 import json
+import math
 import statistics
 import sys
 import textwrap
@@ -14,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import paired
 from bench.first_commits import measured_with
-from bench.paired import summarize, training_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "guide" / "measured.md"
@@ -30,7 +31,7 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - `measured at` names the commit of the code that was measured. Before 2026-11-27 results did not record it:
   `or before` follows the first commit with all figures of a file (`results/first_commits.json`).
 - Compare figures of one table: on other days and on other GPUs of the same model they differ by some percent.
-- Steps that are compared took turns. Intervals in brackets are 95 % intervals.
+- Steps that are compared took turns unless a table says otherwise. Intervals in brackets are 95 % intervals.
 """
 VERSION_0_1 = "7790ae8"
 # scripts, options and arms of stored commands that are gone; VERSION_0_1 has them
@@ -401,10 +402,68 @@ def later_commits():
         rows)
 
 
+def add_seeds(rows):
+    """Give rows of bench/paired.py the text of their column `seeds`, which counts diverged ones too."""
+    for row in rows:
+        row["described_seeds"] = paired.describe_seeds(row)
+    return rows
+
+
+def whole_runs():
+    rows = [row for row in add_seeds(read("paired")["rows"]) if paired.is_whole_run(row)]
+    for row in rows:
+        speed = paired.describe(row["speed_to_equal_loss"], "{:.2f}")
+        interval = paired.describe_interval(row["speed_to_equal_loss_interval"], "{:.2f}")
+        row["equal_loss"] = f"{speed} ({interval})" if interval else speed
+        row["described_slope"] = paired.describe_slope(row)
+    return section(
+        "FP8 in whole runs",
+        """GPT-2 from random weights; both runs of a pair begin with the same ones. In nats, with 95 %
+        intervals over the seeds. A training loss is the mean over the last tenth of the steps. A step is
+        skipped if its gradient norm is not finite. The runs of a pair did not take turns. To reach BF16's
+        loss an arm needs exp(difference / slope) times as many tokens, which the last speed counts. The
+        slope is the fall of BF16's training loss between two lengths over the log of their ratio. The
+        interval of that speed is that of the difference alone.""",
+        ["paired"],
+        {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
+         "skipped steps": "{skipped_steps}",
+         "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
+                                       "{training_interval[1]:+.4f})",
+         "in %": "{training_percent:+.2f}",
+         "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
+                            "{validation_interval[1]:+.4f})",
+         "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}",
+         "to equal loss": "{equal_loss}",
+         "slope, nats per e-fold of tokens": "{described_slope}"},
+        sorted(rows, key=lambda row: (row["size"], row["tokens"])))
+
+
+def difference_over_run():
+    groups = [group for group in paired.groups_of(read("paired")["runs"])
+              if paired.is_whole_run(group.fields) and group.pairs]
+    groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
+    percent = 100 // paired.PARTS
+    rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(paired.PARTS)]
+    columns = {"steps": "{part}"}
+    for group in groups:
+        fields = group.fields
+        title = f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {len(group.pairs)} seeds"
+        columns[title] = "{" + title + "}"
+        for row, (mean, interval) in zip(rows, paired.differences_over_run(group.pairs)):
+            bounds = f" ({paired.describe_interval(interval)})" if interval else ""
+            row[title] = f"{mean:+.4f}{bounds}"
+    return section(
+        "The difference over a run",
+        """Training loss above BF16's in each twentieth of the whole runs above, in nats: the mean over its
+        steps and over the seeds, with its 95 % interval ([picture](../results/loss_gap.png)). The interval
+        of two seeds is wide.""",
+        ["paired"], columns, rows)
+
+
 def windows():
     content = read("paired")
-    rows = find(content["rows"], arm="fp8")
-    machines = {run["machine"] for run in content["runs"]}
+    rows = [row for row in find(add_seeds(content["rows"]), arm="fp8") if not paired.is_whole_run(row)]
+    machines = {run["machine"] for run in content["runs"] if not paired.is_whole_run(run)}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
     text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}. FP8 in one part of the run,
@@ -414,7 +473,7 @@ def windows():
     return section(
         "FP8 in a part of a run",
         text, ["paired"],
-        {"FP8 in": "{window}", "seeds": "{seeds}",
+        {"FP8 in": "{window}", "seeds": "{described_seeds}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
          "in %": "{training_percent:+.2f}",
@@ -429,8 +488,8 @@ def parts_of_fp8():
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
     cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
-    losses = {(run["arm"], run["seed"]): training_loss(run) for run in runs}
-    rows = summarize(runs)
+    losses = {(run["arm"], run["seed"]): paired.training_loss(run) for run in runs}
+    rows = add_seeds(paired.summarize(runs))
     for row in rows:
         saved = [losses["fp8", seed] - losses[row["arm"], seed]
                  for seed in sorted(seeds) if (row["arm"], seed) in losses]
@@ -439,14 +498,15 @@ def parts_of_fp8():
         "What costs in the last quarter",
         f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on {cards}.
         `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
-        GEMM alone; the others change one setting. In nats. Emulated arms have no speed.""",
+        GEMM alone; the others change one setting. In nats. Emulated arms have no speed; the runs of a pair
+        did not take turns.""",
         ["paired"],
-        {"arm": "`{arm}`", "seeds": "{seeds}",
+        {"arm": "`{arm}`", "seeds": "{described_seeds}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
          "below `fp8`'s, seed by seed": "{saved}", "validation loss above BF16's": "{validation:+.4f}",
          "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}"},
-        sorted(rows, key=lambda row: row["training"]))
+        sorted(rows, key=lambda row: math.inf if row["training"] is None else row["training"]))
 
 
 def edits():
@@ -691,7 +751,7 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits, windows, parts_of_fp8,
+    attention, memory, edits, whole_runs, difference_over_run, windows, parts_of_fp8,
     compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]

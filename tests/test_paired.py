@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from bench import paired
+from bench import measured, paired
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
 STEPS = 20
@@ -352,6 +352,69 @@ def test_speed_at_equal_loss_extrapolates_over_half_of_the_fall():
             run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.0 + gap), run_of("bf16", 1, 1.7, steps=20),
             run_of("fp8", 1, 1.8, steps=20)])[0]
         assert (row["speed_to_equal_loss"] is not None) == is_known
+
+
+@pytest.fixture
+def results(monkeypatch):
+    """Return a function that gives bench/measured.py these runs as results/paired.json."""
+    def use(runs):
+        content = {"commands": [], "rows": paired.summarize(runs), "runs": runs}
+        monkeypatch.setattr(measured, "read", lambda name: content if name == "paired" else {})
+    return use
+
+
+def tables_of(section) -> list[list[str]]:
+    """Return the cells of each row of a section's table, the first with the titles."""
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+
+
+def whole_runs_of_two_lengths() -> list[dict]:
+    """Seeds 1 and 2, of 40 and 80 steps. FP8 is above BF16 by 0.01 and 0.02."""
+    runs = []
+    for seed in (1, 2):
+        for steps, loss in ((40, 2.0), (80, 1.5)):
+            runs.append(run_of("bf16", seed, loss, steps=steps) | {"val_loss_without_fp8": None})
+            fp8 = run_of("fp8", seed, loss + 0.01 * seed, ms=50.0, steps=steps)
+            runs.append(fp8 | {"val_loss_without_fp8": fp8["val_loss"]})
+    return runs
+
+
+def test_measured_md_has_whole_runs_and_diverged_seeds(results):
+    runs = whole_runs_of_two_lengths()
+    window = {"start": 0.75, "losses": 40 * [2.0]}
+    runs += [run_of("bf16", 1, 2.0, steps=40) | window, run_of("fp8", 1, 2.0, steps=40) | window]
+    runs.append(run_of("fp8-e4m3", 2, math.nan, steps=40) | {"skipped_steps": 3})
+    results(runs)
+    titles, _, *rows = tables_of(measured.whole_runs())
+    rows = [dict(zip(titles, row)) for row in rows]
+    assert [(row["arm"], row["tokens"], row["seeds"], row["skipped steps"]) for row in rows] == [
+        ("`fp8`", "40,000", "2", "0"), ("`fp8-e4m3`", "40,000", "0 of 1, 1 diverged", "3"),
+        ("`fp8`", "80,000", "2", "0")]
+    assert rows[0]["to equal loss"] == "1.96 (1.79 to 2.14)"
+
+
+def test_measured_md_has_the_difference_over_a_run(results):
+    results(whole_runs_of_two_lengths())
+    titles, _, *rows = tables_of(measured.difference_over_run())
+    assert titles == ["steps", "`fp8`, 124m, 40,000 tokens, 2 seeds", "`fp8`, 124m, 80,000 tokens, 2 seeds"]
+    assert [row[0] for row in rows] == [f"{5 * part} % to {5 * part + 5} %" for part in range(20)]
+    for row in rows:
+        assert row[1] == row[2] == "+0.0150 (-0.0485 to +0.0785)"
+
+
+def test_windows_of_measured_md_are_no_whole_runs(results):
+    """A diverged arm is the last row of the last quarter."""
+    runs = []
+    for seed in (1, 2):
+        for arm, loss in (("bf16", 2.0), ("fp8", 2.1 + 0.01 * seed), ("fp8-e4m3", math.nan)):
+            window = {"tokens": 45_088_768, "start": 0.75, "losses": 30 * [2.0] + 10 * [loss]}
+            run = run_of(arm, seed, loss, steps=40) | window
+            runs.append(run | {"val_loss_without_fp8": None if arm == "bf16" else run["val_loss"]})
+    results(runs + whole_runs_of_two_lengths())
+    titles, _, *rows = tables_of(measured.windows())
+    assert [row[:2] for row in rows] == [["75% to 100%", "2"]]
+    _, _, *rows = tables_of(measured.parts_of_fp8())
+    assert [row[:2] for row in rows] == [["`fp8`", "2"], ["`fp8-e4m3`", "0 of 2, 2 diverged"]]
 
 
 MODEL = '''
