@@ -39,13 +39,13 @@ arm is not needed after its run. The JSON has in `runs` a record per complete ru
 From all of them it has `rows`, one per arm, size, length and window: differences, their 95 % intervals over
 seeds (t distribution), and how much faster an arm is at the loss of BF16.
 
-Later runs replace earlier ones. Runs are no pair if they did not share everything before `start`, or if
-machine, commit, PyTorch or model differ: that is printed. After a new commit name another --out-dir, so that
-BF16 is trained with it too.
+Later runs replace earlier ones: in the JSON those of the same weights and origin, in a row those of the same
+seed. Runs are no pair if they did not share everything before `start`, or if machine, commit, PyTorch or
+model differ: that is printed. After a new commit name another --out-dir, so that BF16 is trained with it too.
 
-All arms share one baseline, so their differences from it are not independent. Compare two arms by the
-difference of their losses, seed by seed. The runs of a pair train one after the other, not in turns: the
-GPU's clock may differ between them.
+Because of the shared BF16 run the differences of two arms are not independent: compare the arms by their
+losses, seed by seed. The runs of a pair train one after the other, not in turns: the GPU's clock may differ
+between them.
 """
 
 import sys
@@ -607,11 +607,20 @@ def baseline_of(run: dict, baselines: dict) -> dict | None:
     return None
 
 
+def origin_of(run: dict) -> dict:
+    """Return {name of SAME_ORIGIN: value}. Uncommitted changes do not count, since the JSON may be one."""
+    origin = {name: run.get(name) for name in SAME_ORIGIN}
+    if origin["commit"]:
+        origin["commit"] = origin["commit"].removesuffix("-dirty")
+    return origin
+
+
 def other_origin(run: dict, baseline: dict) -> str:
     """Return which of SAME_ORIGIN differs from BF16's, "" if none does."""
-    for name in SAME_ORIGIN:
-        is_meant = name == "model" and run["arm"] in OTHER_MODEL
-        if run.get(name) != baseline.get(name) and not is_meant:
+    other = origin_of(baseline)
+    for name, value in origin_of(run).items():
+        is_by_design = name == "model" and run["arm"] in OTHER_MODEL
+        if value != other[name] and not is_by_design:
             return name
     return ""
 
@@ -726,7 +735,7 @@ def pair_key(run: dict) -> tuple:
 def stored_key(run: dict) -> tuple:
     """Return the values by which a later run replaces an earlier one. Origin is one of them, so that BF16's
     run stays for the arms of an earlier commit."""
-    return run["arm"], *pair_key(run), *(run.get(name) for name in SAME_ORIGIN)
+    return run["arm"], *pair_key(run), *origin_of(run).values()
 
 
 def training_loss(run: dict) -> float:

@@ -227,6 +227,13 @@ def test_runs_of_two_origins_are_no_pair(name, start):
     assert [row["training"] for row in rows] == pytest.approx([0.0, 0.1])
 
 
+def test_a_written_json_does_not_change_the_commit():
+    """The JSON is a tracked file: git calls the checkout changed when the same command continues."""
+    row, = paired.summarize([
+        run_of("bf16", 1, 2.0) | {"commit": "first"}, run_of("fp8", 1, 2.1) | {"commit": "first-dirty"}])
+    assert row["seeds"] == 1
+
+
 def test_an_arm_of_another_model_is_a_pair():
     for arm in ("fp8-current", "fp8-block", "nanogpt"):
         bf16 = run_of("bf16", 1, 2.0) | {"model": "FastGPT2Model"}
@@ -234,17 +241,16 @@ def test_an_arm_of_another_model_is_a_pair():
         assert row["arm"] == arm
 
 
-def test_a_run_of_a_new_commit_replaces_no_run_of_another(study, monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOTE_COMMIT", "first")
-    study("--arms", "fp8", "fp8-e4m3")
-    monkeypatch.setenv("NANOTE_COMMIT", "second")
-    code, document = study("--arms", "fp8", "--out-dir", str(tmp_path / "second"))
-    assert code == 0
+def test_a_run_of_a_new_commit_replaces_no_run_of_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(paired, "run_record", lambda options, arm, seed: (
+        run_of(arm, seed, 2.0) | {"commit": options.data}))  # in place of the folder of the data
+    path = tmp_path / "runs.json"
+    for commit, arms in (("first", ["fp8", "fp8-e4m3"]), ("second", ["fp8"]), ("second", ["fp8"])):
+        paired.add_runs(paired.Options(arms=arms, seeds=[1], data=commit, json=path), argv=[])
+    document = json.loads(path.read_text())
     assert [(run["arm"], run["commit"]) for run in document["runs"]] == [
         ("bf16", "first"), ("fp8", "first"), ("fp8-e4m3", "first"), ("bf16", "second"), ("fp8", "second")]
     assert [(row["arm"], row["seeds"]) for row in document["rows"]] == [("fp8", 1), ("fp8-e4m3", 1)]
-    _, again = study("--arms", "fp8", "--out-dir", str(tmp_path / "second"))
-    assert len(again["runs"]) == 5
 
 
 def test_speed_is_of_real_kernels():
