@@ -409,13 +409,34 @@ def add_seeds(rows):
     return rows
 
 
+def describe_difference(row, runs):
+    """Return the training loss of FP8 above that of a row's arm, over the seeds of both, with its interval;
+    "-" for FP8 itself and where seeds are missing."""
+    losses = {(run["arm"], run["seed"]): paired.training_loss(run) for run in runs}
+    differences = [losses["fp8", seed] - loss for (arm, seed), loss in losses.items()
+                   if arm == row["arm"] != "fp8" and ("fp8", seed) in losses]
+    if len(differences) < 2:
+        return "-"
+    low, high = paired.interval_of(differences)
+    return f"{statistics.mean(differences):+.4f} ({low:+.4f} to {high:+.4f})"
+
+
 def whole_runs():
+    runs = [run for run in read("paired")["runs"] if paired.is_whole_run(run)]
     rows = [row for row in add_seeds(read("paired")["rows"]) if paired.is_whole_run(row)]
     for row in rows:
         speed = paired.describe(row["speed_to_equal_loss"], "{:.2f}")
         interval = paired.describe_interval(row["speed_to_equal_loss_interval"], "{:.2f}")
         row["equal_loss"] = f"{speed} ({interval})" if interval else speed
         row["described_slope"] = paired.describe_slope(row)
+        bf16_loss = row["baseline_training_loss"]
+        row["percent_interval"] = None
+        if row["training_interval"]:
+            row["percent_interval"] = [100 * end / bf16_loss for end in row["training_interval"]]
+        row["more_tokens"] = None
+        if row["slope"]:
+            row["more_tokens"] = 100 * (math.exp(row["training"] / row["slope"]) - 1)
+        row["below_fp8"] = describe_difference(row, find(runs, size=row["size"], tokens=row["tokens"]))
     return section(
         "FP8 in whole runs",
         """GPT-2 from random weights; both runs of a pair begin with the same ones. In nats, with 95 %
@@ -423,17 +444,19 @@ def whole_runs():
         skipped if its gradient norm is not finite. The runs of a pair did not take turns. To reach BF16's
         loss an arm needs exp(difference / slope) times as many tokens, which the last speed counts. The
         slope is the fall of BF16's training loss between two lengths over the log of their ratio. The
-        interval of that speed is that of the difference alone.""",
+        interval of that speed is that of the difference alone. `below` is the training loss of `fp8` minus
+        that of the arm, over the seeds of both.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
          "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
-         "in %": "{training_percent:+.2f}",
+         "in %": "{training_percent:+.2f} ({percent_interval[0]:+.2f} to {percent_interval[1]:+.2f})",
+         "below `fp8`": "{below_fp8}",
          "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
                             "{validation_interval[1]:+.4f})",
          "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}",
-         "to equal loss": "{equal_loss}",
+         "more tokens, %": "{more_tokens:.1f}", "to equal loss": "{equal_loss}",
          "slope, nats per e-fold of tokens": "{described_slope}"},
         sorted(rows, key=lambda row: (row["size"], row["tokens"])))
 
