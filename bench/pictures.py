@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages from the JSON in results/, six in all. Nothing is measured.
+"""Draw the pictures of the pages from the JSON in results/, five in all. Nothing is measured.
 
     python bench/pictures.py
 
@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import itertools
 import json
-import statistics
 
 import numpy as np
 from matplotlib import rc_context
@@ -38,11 +37,6 @@ LIGHT_BLUE = "#56b4e9"
 ORANGE = "#d55e00"
 
 STACK_COLORS = {"plain PyTorch": GRAY, "TE's modules": BLUE, "fast kernels": ORANGE}
-LOSS_TOKENS = 100_007_936  # of the runs in the picture of the loss
-LOSS_ARMS = {  # arm -> label, color, marker
-    "nanogpt@1.2e-3": ("nanoGPT, compiled", GRAY, "^"), "bf16@1.2e-3": ("BF16", BLUE, "s"),
-    "fp8@1.2e-3": ("FP8, delayed scaling", ORANGE, "o"),
-}
 ATTENTION_KERNELS = {  # name of a row -> label, color
     "by hand": ("by hand", "silver"), "SDPA, FlashAttention 2": ("FlashAttention 2, of PyTorch", GRAY),
     "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", LIGHT_BLUE), "flash-attn 4": ("FlashAttention 4", BLUE),
@@ -97,62 +91,6 @@ def draw_stack(rows, path):
     write_below(figure, f"""\
 32 × 1,024 tokens a step; attention is by hand in the first bar, --attention auto in the last, else SDPA's
 {origin_of_rows(rows)}""")
-    figure.savefig(path)
-
-
-def evaluations_of(runs, arm) -> list[list[dict]]:
-    """Return the records of each evaluation that at least three seeds of an arm have, in order."""
-    by_step = {}
-    for record in runs:
-        is_shown = record["arm"] == arm and record["run_tokens"] == LOSS_TOKENS
-        if is_shown and record["step"] > 1:
-            by_step.setdefault(record["step"], []).append(record)
-    return [by_step[step] for step in sorted(by_step) if len(by_step[step]) > 2]
-
-
-def draw_losses(axes, evaluations, unit, scale, label, color, marker):
-    """Draw an arm's mean loss over seeds against tokens or seconds, and its 95 % interval."""
-    x = []
-    means = []
-    errors = []
-    for records in evaluations:
-        losses = [record["val_loss"] for record in records]
-        mean = statistics.mean(losses)
-        low, high = paired.interval_of(losses)
-        x.append(scale * statistics.mean(record[unit] for record in records))
-        means.append(mean)
-        errors.append((mean - low, high - mean))
-    # dotted: the loss between two evaluations is not known
-    axes.errorbar(x, means, np.transpose(errors), fmt=marker, ms=9, ls=":", lw=1.5, elinewidth=2.5, capsize=4,
-                  color=color, label=label)
-
-
-@rc_context(FOR_A_TALK)
-def draw_loss(result, path):
-    """Draw the validation loss against tokens and against seconds."""
-    [fp8] = [row for row in result["summary"] if row["arm"] == "fp8@1.2e-3" and row["tokens"] == LOSS_TOKENS]
-    title = f"FP8 reaches BF16's loss {fp8['loss_matched_speedup']:.2f} × as fast"
-    figure, (by_tokens, by_seconds) = make_figure(12.5, 6.6, title, 1, 2, sharey=True)
-    machines = set()
-    seeds = set()
-    for arm, looks in LOSS_ARMS.items():
-        evaluations = evaluations_of(result["runs"], arm)
-        for records in evaluations:
-            machines |= {record["machine"] for record in records}
-            seeds.add(len(records))
-        draw_losses(by_tokens, evaluations, "tokens", 1e-6, *looks)
-        draw_losses(by_seconds, evaluations, "seconds", 1, *looks)
-    by_tokens.set_title("over tokens: no difference is visible", fontsize=16)
-    by_seconds.set_title("over time: FP8 is ahead", fontsize=16)
-    by_tokens.set_xlabel("million tokens")
-    by_seconds.set_xlabel("seconds of training")
-    by_tokens.grid(alpha=0.4)
-    by_seconds.grid(alpha=0.4)
-    by_tokens.set_ylabel("validation loss, nats a token")
-    by_tokens.legend(loc="upper right")
-    write_below(figure, f"""\
-GPT-2 124M, one {', '.join(machines)}; mean of {min(seeds)} to {max(seeds)} seeds with its 95 % interval; \
-dotted: between evaluations""")
     figure.savefig(path)
 
 
@@ -286,8 +224,8 @@ def draw_health(result, path):
 
 
 PICTURES = {  # {name of the PNG in results/: function}
-    "stack": draw_stack, "convergence": draw_loss, "crossover": draw_crossover, "attention": draw_attention,
-    "fp8_health": draw_health, "loss_gap": draw_loss_gap,
+    "stack": draw_stack, "crossover": draw_crossover, "attention": draw_attention, "fp8_health": draw_health,
+    "loss_gap": draw_loss_gap,
 }
 
 
