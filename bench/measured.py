@@ -409,16 +409,29 @@ def add_seeds(rows):
     return rows
 
 
-def describe_difference(row, runs):
-    """Return the training loss of FP8 above that of a row's arm, over the seeds of both, with its interval;
-    "-" for FP8 itself and where seeds are missing."""
+def describe_saving(row, runs):
+    """Return the training loss of `fp8` minus that of a row's arm, over the seeds of both, with its interval;
+    "-" for `fp8` itself and for fewer than two such seeds."""
     losses = {(run["arm"], run["seed"]): paired.training_loss(run) for run in runs}
-    differences = [losses["fp8", seed] - loss for (arm, seed), loss in losses.items()
-                   if arm == row["arm"] != "fp8" and ("fp8", seed) in losses]
-    if len(differences) < 2:
+    savings = []
+    for (arm, seed), loss in losses.items():
+        if arm == row["arm"] and ("fp8", seed) in losses:
+            savings.append(losses["fp8", seed] - loss)
+    if row["arm"] == "fp8" or len(savings) < 2:
         return "-"
-    low, high = paired.interval_of(differences)
-    return f"{statistics.mean(differences):+.4f} ({low:+.4f} to {high:+.4f})"
+    low, high = paired.interval_of(savings)
+    return f"{statistics.mean(savings):+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def percent_of(loss, interval, of):
+    """Return a difference of losses and its interval in percent of a loss; None without one."""
+    if loss is None:
+        return None
+    percent = f"{100 * loss / of:+.2f}"
+    if interval is None:
+        return percent
+    low, high = interval
+    return f"{percent} ({100 * low / of:+.2f} to {100 * high / of:+.2f})"
 
 
 def whole_runs():
@@ -429,34 +442,39 @@ def whole_runs():
         interval = paired.describe_interval(row["speed_to_equal_loss_interval"], "{:.2f}")
         row["equal_loss"] = f"{speed} ({interval})" if interval else speed
         row["described_slope"] = paired.describe_slope(row)
-        bf16_loss = row["baseline_training_loss"]
-        row["percent_interval"] = None
-        if row["training_interval"]:
-            row["percent_interval"] = [100 * end / bf16_loss for end in row["training_interval"]]
-        row["more_tokens"] = None
-        if row["slope"]:
-            row["more_tokens"] = 100 * (math.exp(row["training"] / row["slope"]) - 1)
-        row["below_fp8"] = describe_difference(row, find(runs, size=row["size"], tokens=row["tokens"]))
+        row["training_in_percent"] = percent_of(
+            row["training"], row["training_interval"], row["baseline_training_loss"])
+        row["validation_in_percent"] = percent_of(
+            row["validation"], row["validation_interval"], row["baseline_validation_loss"])
+        if row["speed_to_equal_loss"]:
+            row["more_tokens"] = 100 * (row["speed"] / row["speed_to_equal_loss"] - 1)
+        if row["seeds"] and row["speed"] and row["speed"] > 1:
+            row["least_slope"] = row["training"] / math.log(row["speed"])
+        row["saving"] = describe_saving(row, find(runs, size=row["size"], tokens=row["tokens"]))
+    cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
+    commits = ", ".join(sorted({(run.get("commit") or "unknown")[:7] for run in runs}))
     return section(
         "FP8 in whole runs",
-        """GPT-2 from random weights; both runs of a pair begin with the same ones. In nats, with 95 %
-        intervals over the seeds. A training loss is the mean over the last tenth of the steps. A step is
-        skipped if its gradient norm is not finite. The runs of a pair did not take turns. To reach BF16's
-        loss an arm needs exp(difference / slope) times as many tokens, which the last speed counts. The
-        slope is the fall of BF16's training loss between two lengths over the log of their ratio. The
-        interval of that speed is that of the difference alone. `below` is the training loss of `fp8` minus
-        that of the arm, over the seeds of both.""",
+        f"""GPT-2 from random weights, on {cards}, commit {commits}; both runs of a pair begin with the same
+        weights. In nats, with 95 % intervals over the seeds. A training loss is the mean over the last tenth
+        of the steps. A step is skipped if its gradient norm is not finite. The runs of a pair did not take
+        turns. To reach BF16's loss an arm needs exp(difference / slope) times as many tokens, which the speed
+        to equal loss counts. The slope is the fall of BF16's training loss between two lengths over the log
+        of their ratio. The interval of that speed is that of the difference alone. With a smaller slope than
+        the least one, an arm with this difference is slower than BF16 to the same loss. `saves` is the
+        training loss of `fp8` minus that of the arm, over the seeds of both.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
          "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
-         "in %": "{training_percent:+.2f} ({percent_interval[0]:+.2f} to {percent_interval[1]:+.2f})",
-         "below `fp8`": "{below_fp8}",
+         "in %": "{training_in_percent}", "saves": "{saving}",
          "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
                             "{validation_interval[1]:+.4f})",
+         "validation loss in %": "{validation_in_percent}",
          "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}",
          "more tokens, %": "{more_tokens:.1f}", "to equal loss": "{equal_loss}",
+         "least slope": "{least_slope:.2f}",
          "slope, nats per e-fold of tokens": "{described_slope}"},
         sorted(rows, key=lambda row: (row["size"], row["tokens"])))
 

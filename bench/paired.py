@@ -602,9 +602,9 @@ def baseline_of(run: dict, baselines: dict) -> dict | None:
     """Return BF16's run from the same weights, of the same origin if there is one; None without any."""
     candidates = baselines.get(pair_key(run), [])
     of_same_origin = [baseline for baseline in candidates if not other_origin(run, baseline)]
-    for baseline in of_same_origin[-1:] or candidates[-1:]:
-        return baseline
-    return None
+    if of_same_origin:
+        return of_same_origin[-1]
+    return candidates[-1] if candidates else None
 
 
 def origin_of(run: dict) -> dict:
@@ -676,6 +676,7 @@ def row_of(group: Group) -> dict:
         # whose gradient norm was not finite, of all these runs of the arm
         "skipped_steps": sum(run["skipped_steps"] for run in runs),
         "baseline_training_loss": baseline_loss,
+        "baseline_validation_loss": mean_of([baseline["val_loss"] for _, baseline in pairs]),
         "training": mean_of(training), "training_interval": interval_of(training),
         "training_percent": 100 * mean_of(training) / baseline_loss if pairs else None,
         "validation": mean_of(validation), "validation_interval": interval_of(validation),

@@ -97,28 +97,28 @@ def draw_stack(rows, path):
 def draw_gap(axes, pairs, color):
     """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval.
 
-    The interval of two seeds would hide all else: a thin line for each in place of it.
+    The interval of two seeds would hide all else: a thin line for each in place of it and of the mean.
     """
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
-    seeds = "1 seed" if len(pairs) == 1 else f"{len(pairs)} seeds"
-    means, intervals = zip(*paired.differences_over_run(pairs))
+    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens"
     x = 100 * (np.arange(paired.PARTS) + 0.5) / paired.PARTS
-    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {seeds}"
-    axes.plot(x, means, color=color, lw=3, label=label)
-    if len(pairs) > 2:
-        low, high = zip(*[interval or (np.nan, np.nan) for interval in intervals])
-        axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    if len(pairs) == 2:
-        for pair in pairs:
-            axes.plot(x, paired.differences_of_seed(pair), color=color, lw=1, ls="--")
+    if len(pairs) < 3:
+        for number, pair in enumerate(pairs):
+            axes.plot(x, paired.differences_of_seed(pair), color=color, lw=1.5, ls="--",
+                      label=f"{label}, single pairs" if number == 0 else None)
+        return
+    means, intervals = zip(*paired.differences_over_run(pairs))
+    low, high = zip(*intervals)
+    axes.plot(x, means, color=color, lw=3, label=f"{label}, mean of {len(pairs)} pairs")
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
 
 
 @rc_context(FOR_A_TALK)
 def draw_loss_gap(result, path, arm="fp8"):
     """Draw the training loss of an arm minus that of BF16 over the run, a line per size and length of whole
     runs in bench/paired.py's JSON."""
-    title = "From the same first weights, FP8's training loss ends above BF16's"
+    title = "From the same first weights, training in FP8 ends with a higher loss"
     figure, axes = make_figure(12.5, 6.6, title)
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
@@ -132,9 +132,10 @@ def draw_loss_gap(result, path, arm="fp8"):
     axes.set_ylabel("FP8 minus BF16, nats a token")
     axes.grid(alpha=0.4)
     axes.legend(loc="upper left")
+    gpus = sorted({machine.partition(",")[0] for machine in machines})
     write_below(figure, f"""\
-means over a {paired.PARTS}th of the steps and over seeds; shaded: 95 % interval; dashed: single seeds
-on the same batches; {', '.join(sorted(machines))}""")
+both runs of a pair on the same batches; means over a {paired.PARTS}th of the steps; shaded: 95 % interval
+GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}""")
     figure.savefig(path)
 
 

@@ -269,7 +269,7 @@ def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
 
 
 def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
-    """Two sizes, one with one seed; a window and another arm are not drawn. Of two seeds, a line each."""
+    """A window and another arm are not drawn. One or two seeds have a line each, three a mean and a band."""
     bf16 = [10 / step for step in range(1, 346)]
     runs = []
     for seed in (1, 2, 3):
@@ -294,11 +294,11 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
     [(_, axes)] = figures
     lines = {line.get_label(): line.get_ydata() for line in axes.lines if "tokens" in line.get_label()}
     assert lines == {
-        "124M, 45 M tokens, 3 seeds": pytest.approx([0.02] * paired.PARTS),
-        "350M, 100 M tokens, 1 seed": pytest.approx([0.1] * paired.PARTS),
-        "124M, modern block, 100 M tokens, 2 seeds": pytest.approx([0.3] * paired.PARTS)}
+        "124M, 45 M tokens, mean of 3 pairs": pytest.approx([0.02] * paired.PARTS),
+        "350M, 100 M tokens, single pairs": pytest.approx([0.1] * paired.PARTS),
+        "124M, modern block, 100 M tokens, single pairs": pytest.approx([0.2] * paired.PARTS)}
     thin = [line.get_ydata() for line in axes.lines if line.get_linestyle() == "--"]
-    assert thin == [pytest.approx([0.2] * paired.PARTS), pytest.approx([0.4] * paired.PARTS)]
+    assert thin == [pytest.approx([gap] * paired.PARTS) for gap in (0.1, 0.2, 0.4)]
     [band] = axes.collections  # the interval of the three seeds
     half = 4.303 * 0.01 / 3**0.5
     low, high = band.get_datalim(axes.transData).intervaly
