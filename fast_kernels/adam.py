@@ -425,8 +425,8 @@ class FastAdam(torch.optim.Optimizer):
             tensors = list(group["params"])
             for state in arguments.states:
                 tensors += state.values()
-            of_gradients = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-            addresses = *of_gradients, *addresses_of(tensors)
+            gradient_addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+            addresses = *gradient_addresses, *addresses_of(tensors)
             has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
                 # Gradients that the graph makes may have the addresses of those of the last step

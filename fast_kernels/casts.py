@@ -259,7 +259,7 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
         rowwise, columnwise, scale_inv = dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     else:
         rowwise, columnwise, scale_inv = allocate_fp8(dy, rows, columns, fp8_dtype)
-    sums = 1 + (mean is not None) + with_dbranch_bias  # dweight; dbias, but of RMSNorm; dbranch_bias
+    sums = 1 + (mean is not None) + with_dbranch_bias  # dweight, dbias (LayerNorm), dbranch_bias
     totals = weight.new_empty(sums, columns)
     if not is_fake(dy):
         launch = _norm_backward_launch(rows, columns, with_dbranch_bias)
@@ -432,7 +432,8 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
             check_input("fast_kernels.casts.cast_all: x", own_x)
             check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
-            rows.append((*addresses[number::len(x)], *own_x.shape))
+            own_addresses = addresses[number::len(x)]  # one of each of the six lists
+            rows.append((*own_addresses, *own_x.shape))
             tile_count, _ = _tile(TILE, *own_x.shape)
             tiles += [[number, tile] for tile in range(tile_count)]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
@@ -507,7 +508,7 @@ def _allocate_output(x, rows, columns, fp8_dtype):
 
 def check_input(name, x, max_columns=None):
     """Raise ValueError unless x is a contiguous BF16 matrix, its dimensions multiples of 16."""
-    shape = x.shape  # made anew at each access
+    shape = x.shape  # each access makes an object
     is_matrix = len(shape) == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
     if not is_matrix or shape[0] % 16 or shape[1] % 16:
         works = tuple(ceil_div(size, 16) * 16 for size in shape)

@@ -446,18 +446,19 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = dresidual if needs.branch else None
         dbranch_bias = dresidual.sum(0) if needs.branch_bias else None
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
-    layer, _, dbranch_quantization, tied_gradient, adapter_scale = ctx.options
+    options = ctx.options
     residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
     linear_needs = NeededGradients(needs_dy, needs.weight, needs.bias, needs.a, needs.b)
-    gradients = _backward_gemms(layer, dout, _saved_operands(saved, adapter_scale), linear_needs)
+    gradients = _backward_gemms(
+        options.layer, dout, _saved_operands(saved, options.adapter_scale), linear_needs)
     dweight = gradients.weight
-    if tied_gradient is not None and needs.weight:
-        tied_gradient.add(dweight)
+    if options.tied_gradient is not None and needs.weight:
+        options.tied_gradient.add(dweight)
         dweight = None
     if not needs_dy:
         return NormLinearInputs(weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
-    quantization = dbranch_quantization if needs.branch else None
+    quantization = options.dbranch_quantization if needs.branch else None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
     norm = casts.norm_backward(

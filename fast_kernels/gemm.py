@@ -81,8 +81,10 @@ def _library():
 
 
 def _set_attribute():
-    """Return cublasLtMatmulDescSetAttribute. It copies some bytes, so it keeps Python's lock, and takes no
-    Python numbers but int: ctypes then needs half of the host's time per call."""
+    """Return cublasLtMatmulDescSetAttribute, which takes values of ctypes and ints alone.
+
+    It only copies some bytes. So it keeps Python's global lock, and has no argtypes: both halve the host's
+    time per call."""
     library = _library()
     return ctypes.PyDLL(library._name, handle=library._handle).cublasLtMatmulDescSetAttribute
 
@@ -108,7 +110,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
     All but the scales must start at a multiple of 16 bytes. Returns (M, N), `out` if given.
     """
     if out is None:
-        _check_new_out("gemm", accumulate)
+        _check_new_output("gemm", accumulate)
         out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
     _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
@@ -121,11 +123,11 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
     is_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
-    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    address_bits = a.data_ptr() | b.data_ptr() | out.data_ptr()
     bias_key = None
     if bias is not None:
         is_contiguous = is_contiguous and bias.is_contiguous()
-        addresses |= bias.data_ptr()
+        address_bits |= bias.data_ptr()
         bias_key = bias.shape, bias.dtype
     key = (a.shape, b.shape, out.shape, a.dtype, b.dtype, out.dtype, bias_key, accumulation, accumulate,
            a.get_device())
@@ -133,7 +135,7 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
     if plan is None or not is_contiguous:  # a shape is checked when it is new; contiguity is not in the key
         _check(operands, accumulation)
-    if addresses % 16:  # one of them is not aligned
+    if address_bits % 16:  # one of them is not aligned
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if torch.are_deterministic_algorithms_enabled():
         plan = None
@@ -187,7 +189,7 @@ def _run_torch(operands, accumulation, accumulate):
         out.copy_(result)
 
 
-def _check_new_out(name, accumulate):
+def _check_new_output(name, accumulate):
     if accumulate:
         raise ValueError(f"fast_kernels.{name}: accumulate=True adds to `out`; pass out=…")
 
@@ -210,7 +212,7 @@ def gemm_bf16(a, b, bias=None, out=None, accumulate=False):
     multiple of 16 bytes, other dtypes and strides. Not differentiable. Returns (M, N), `out` if given.
     """
     if out is None:
-        _check_new_out("gemm_bf16", accumulate)
+        _check_new_output("gemm_bf16", accumulate)
     result = _run_cublaslt_in_bf16(a, b, bias, out, accumulate)
     if result is None:
         result = _run_torch_in_bf16(a, b, bias, out, accumulate)

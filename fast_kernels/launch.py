@@ -8,7 +8,7 @@
 
 Triton finds the compiled variant of a kernel anew at each launch: it binds the arguments by name, asks each
 for its type and alignment, and builds a key of strings. Here grid and numbers are chosen once per shape, and
-a launch looks its variant up by the tensors' dtypes.
+a launch looks its variant up by device, dtypes and alignment of the tensors.
 """
 
 import functools
@@ -28,9 +28,10 @@ class Launch:
     """`kernel[grid](*tensors, **options)` on the current stream, for any tensors on the current device.
 
     Args:
-        kernel: a function of triton.jit. A number is always passed to it as an int, or always as a float.
+        kernel: a function of triton.jit.
         grid: programs in one, two or three dimensions.
-        options: the arguments after the tensors, in any order, and num_warps.
+        options: all arguments after the tensors, in any order, also those that have a default, and num_warps.
+            A number is always an int or always a float, since `per_shape` takes 1 and 1.0 for the same.
     """
 
     def __init__(self, kernel, grid, **options):
@@ -41,26 +42,27 @@ class Launch:
         self.variants = {}  # {key of `run`: what it calls}
 
     def run(self, *tensors):
-        """Launch the kernel. Of the tensors some may be None, but not the first."""
+        """Launch the kernel. Any tensor but the first may be None."""
         if self.is_interpreted:
             self.kernel[self.grid](*tensors, **self.options)
             return
         device_index = tensors[0].get_device()
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         key = (device_index, *[None if x is None else x.dtype for x in tensors])
-        if math.gcd(16, *filter(None, addresses)) != 16:  # Triton compiles another variant for these tensors
+        is_aligned = math.gcd(16, *filter(None, addresses)) == 16
+        if not is_aligned:  # Triton compiles another variant for such tensors
             key += tuple([address is not None and address % 16 > 0 for address in addresses])
         variant = self.variants.get(key)
         if variant is None:
             compiled = self.kernel[self.grid](*tensors, **self.options)
             self.variants[key] = self._make_variant(compiled, len(tensors))
             return
-        run, get_stream, grid, kernel, numbers = variant
-        run(*grid, get_stream(device_index), *kernel, *addresses, *numbers)
+        launch, get_stream, grid, binary, numbers = variant
+        launch(*grid, get_stream(device_index), *binary, *addresses, *numbers)
 
     def _make_variant(self, compiled, tensor_count):
         """Return what `run` calls, and what it passes beside stream and tensors."""
         grid = (*self.grid, 1, 1)[:3]
-        kernel = compiled.function, compiled.packed_metadata, *NO_HOOKS
+        binary = compiled.function, compiled.packed_metadata, *NO_HOOKS
         numbers = [self.options[name] for name in self.kernel.arg_names[tensor_count:]]
-        return compiled.run, driver.active.get_current_stream, grid, kernel, numbers
+        return compiled.run, driver.active.get_current_stream, grid, binary, numbers

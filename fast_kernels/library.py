@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
 PLAIN = torch.Tensor, torch.nn.Parameter
-dispatch_modes = torch._C._len_torch_dispatch_stack  # the number of active ones
+count_dispatch_modes = torch._C._len_torch_dispatch_stack  # of those that are active
 
 
 def ceil_div(a, b):
@@ -34,7 +34,7 @@ def next_power_of_2(n):
 
 def is_tracing():
     """Return whether a tracer or another dispatch mode must see each operation."""
-    return is_compiling() or dispatch_modes() > 0
+    return is_compiling() or count_dispatch_modes() > 0
 
 
 def is_transforming():
@@ -101,7 +101,8 @@ def operation(schema, setup_context=None, backward=None):
         if backward is None:
             @functools.wraps(function)
             def call(*args):
-                return op(*args) if is_compiling() or dispatch_modes() else on_device(*args)
+                # `is_tracing`, without a call more
+                return op(*args) if is_compiling() or count_dispatch_modes() else on_device(*args)
             return call
 
         torch.library.register_autograd(op, backward, setup_context=setup_context, lib=LIBRARY)

@@ -327,7 +327,7 @@ def load(folder, model, optimizer=None, open_hf_folder=None) -> None:
     tensor_names = reader.names(("model.", "frozen.", "optimizer.", "fp8.", rng))
     stored = local_parts(reader.read(tensor_names, like=remaining))
     fp8_state = under_prefix(stored, "fp8.")
-    module = recipes.find_lacked_module(model, fp8_state)
+    module = recipes.find_missing_module(model, fp8_state)
     if module is not None and recipes.uses_delayed_scaling(model):
         raise ValueError(f"{folder}: has FP8 scales of {module}, a module that this model lacks; pass "
                          f"--model {meta['model']} as before, or --fp8-recipe none")

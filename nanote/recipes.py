@@ -224,18 +224,18 @@ def set_state(model, state):
     rows."""
     if not state or not uses_delayed_scaling(model):
         return
-    module = find_lacked_module(model, state)
+    module = find_missing_module(model, state)
     if module is not None:
         raise ValueError(f"FP8 state of {module}: no such module here; resume with the model that saved it")
     try:
-        load_fp8_state(model, dict(state))  # which removes what it sets
+        load_fp8_state(model, dict(state))  # a copy, since it removes what it sets
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
 
 
-def find_lacked_module(model, state):
-    """Return the name of a module whose FP8 state is in `state`, of `get_state`, but which the model lacks.
-    None: it has them all."""
+def find_missing_module(model, state):
+    """Return the first module with FP8 state in `state`, of `get_state`, that the model does not have in FP8;
+    None if it has all."""
     modules = dict(model.named_modules())
     for name in state:
         module_name = name.rsplit(".", 2)[0]  # blocks.0.mlp of blocks.0.mlp.scaling_fwd.scale

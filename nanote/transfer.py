@@ -51,7 +51,7 @@ def start_from_run(config, model, optimizer, tokenizer: str, open_hf_folder=None
     if not has_same_tensors:
         return {}
     fp8_state = under_prefix(checkpoint.read_tensors(folder, ("fp8.",)), "fp8.")
-    if recipes.find_lacked_module(model, fp8_state):
+    if recipes.find_missing_module(model, fp8_state):
         return {}  # another model file splits the same tensors between other modules
     recipes.set_state(model, fp8_state)
     return meta

@@ -217,8 +217,8 @@ def check_logits(load: Callable, source: Path, model_name: str | None, weights: 
     """Raise ValueError unless the exported model and the run's model compute the same logits of 1,024 random
     tokens.
 
-    The run's model computes those of the weights that are written. If it has adapters, it first computes them
-    with these beside the weights of their base, and with the sum of both, before that is rounded.
+    A run with adapters is first compared with its merged weights, before they are rounded. Then the run's
+    model, holding the weights that are written, is compared with the exported one.
 
     load: dtype -> the model of transformers.
     """
@@ -238,14 +238,16 @@ def check_logits(load: Callable, source: Path, model_name: str | None, weights: 
         logits_of_run = logits_of(model, ids, vocab_size)
         set_weights(model, weights.as_in_run(), scales)
         logits_of_sum = logits_of(model, ids, vocab_size)
-        check_close(logits_of_run, logits_of_sum, tolerance, source, "the base with its adapters added")
+        check_close(logits_of_run, logits_of_sum, tolerance, source, "the base with its adapters added",
+                    "its model computes with adapters otherwise; share the run with its model file")
     set_weights(model, weights, scales)
     logits_of_written_weights = logits_of(model, ids, vocab_size)
     del model  # one at a time
     exported = load(dtype).to(device).eval()
     class_name = type(exported).__name__
     exported_logits = exported(ids).logits
-    check_close(logits_of_written_weights, exported_logits, tolerance, source, class_name)
+    check_close(logits_of_written_weights, exported_logits, tolerance, source, class_name,
+                "transformers has no class for an edited model; share the run with its model file")
 
 
 def precision_of_logits(weights: LazyTensors) -> tuple[torch.dtype, float]:
@@ -266,15 +268,14 @@ def with_base_in_bf16(meta: dict) -> dict:
     return meta | {"model_config": model_config}
 
 
-def check_close(logits, other_logits, tolerance: float, source: Path, other_name: str) -> None:
+def check_close(logits, other_logits, tolerance: float, source: Path, other_name: str, reason: str) -> None:
     """Raise ValueError unless the logits of a run and of another model differ by at most `tolerance` times
-    the largest logit."""
+    the largest logit. reason: why they may differ, and what to do."""
     difference = (logits - other_logits).abs().max().item()
     largest = logits.abs().max().item()
     if not difference <= tolerance * largest:  # NaN, too
         raise ValueError(f"{source}: its logits and those of {other_name} differ by up to {difference:.3g}, "
-                         f"and the largest is {largest:.3g}: transformers has no class for an edited model; "
-                         "share the run with its model file")
+                         f"and the largest is {largest:.3g}: {reason}")
 
 
 def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
@@ -286,7 +287,7 @@ def logits_of(model, ids, vocab_size: int) -> torch.Tensor:
 
 
 def set_weights(model, weights: Mapping, scales: dict) -> None:
-    """Copy the weights of an export to a run's model. They contain its adapters, which are set to zero."""
+    """Copy the weights of an export to a run's model. Its adapters are in these already, and set to zero."""
     for stored_name, parameter in weights_of(model).items():
         if not isinstance(parameter, torch.nn.Parameter):
             continue
