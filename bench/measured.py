@@ -409,24 +409,27 @@ def add_seeds(rows):
     return rows
 
 
-def describe_saving(row, runs):
+def describe_saving(fields, pairs_of):
     """Return the training loss of `fp8` minus that of a row's arm, over the seeds of both, with its interval;
-    "-" for `fp8` itself and for fewer than two such seeds."""
-    losses = {(run["arm"], run["seed"]): paired.training_loss(run) for run in runs}
+    "-" for `fp8` itself and for fewer than two such seeds.
+
+    pairs_of: {(arm, values of PAIR_FIELDS): pairs}."""
+    key = tuple([fields[name] for name in paired.PAIR_FIELDS])
+    fp8_losses = {run["seed"]: paired.training_loss(run) for run, _ in pairs_of.get(("fp8", key), [])}
     savings = []
-    for (arm, seed), loss in losses.items():
-        if arm == row["arm"] and ("fp8", seed) in losses:
-            savings.append(losses["fp8", seed] - loss)
-    if row["arm"] == "fp8" or len(savings) < 2:
+    for run, _ in pairs_of.get((fields["arm"], key), []):
+        if run["seed"] in fp8_losses:
+            savings.append(fp8_losses[run["seed"]] - paired.training_loss(run))
+    if fields["arm"] == "fp8" or len(savings) < 2:
         return "-"
     low, high = paired.interval_of(savings)
     return f"{statistics.mean(savings):+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 def percent_of(loss, interval, of):
-    """Return a difference of losses and its interval in percent of a loss; None without one."""
+    """Return a difference of losses and its interval in percent of a loss; "-" without one."""
     if loss is None:
-        return None
+        return "-"
     percent = f"{100 * loss / of:+.2f}"
     if interval is None:
         return percent
@@ -434,9 +437,17 @@ def percent_of(loss, interval, of):
     return f"{percent} ({100 * low / of:+.2f} to {100 * high / of:+.2f})"
 
 
+def corpora_of(runs):
+    """Return the first digits of the checksums of the runs' token files."""
+    return " and ".join(sorted({run["train_sha256"][:8] for run in runs}))
+
+
 def whole_runs():
     runs = [run for run in read("paired")["runs"] if paired.is_whole_run(run)]
     rows = [row for row in add_seeds(read("paired")["rows"]) if paired.is_whole_run(row)]
+    pairs_of = {}
+    for fields, pairs, _ in paired.groups_of(runs):
+        pairs_of[fields["arm"], tuple([fields[name] for name in paired.PAIR_FIELDS])] = pairs
     for row in rows:
         speed = paired.describe(row["speed_to_equal_loss"], "{:.2f}")
         interval = paired.describe_interval(row["speed_to_equal_loss_interval"], "{:.2f}")
@@ -446,23 +457,25 @@ def whole_runs():
             row["training"], row["training_interval"], row["baseline_training_loss"])
         row["validation_in_percent"] = percent_of(
             row["validation"], row["validation_interval"], row["baseline_validation_loss"])
+        row["more_tokens"] = "-"
         if row["speed_to_equal_loss"]:
-            row["more_tokens"] = 100 * (row["speed"] / row["speed_to_equal_loss"] - 1)
+            row["more_tokens"] = f"{100 * (row['speed'] / row['speed_to_equal_loss'] - 1):.1f}"
+        row["least_slope"] = "-"
         if row["seeds"] and row["speed"] and row["speed"] > 1:
-            row["least_slope"] = row["training"] / math.log(row["speed"])
-        row["saving"] = describe_saving(row, find(runs, size=row["size"], tokens=row["tokens"]))
+            row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
+        row["saving"] = describe_saving(row, pairs_of)
     cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
     commits = ", ".join(sorted({(run.get("commit") or "unknown")[:7] for run in runs}))
     return section(
         "FP8 in whole runs",
-        f"""GPT-2 from random weights, on {cards}, commit {commits}; both runs of a pair begin with the same
-        weights. In nats, with 95 % intervals over the seeds. A training loss is the mean over the last tenth
-        of the steps. A step is skipped if its gradient norm is not finite. The runs of a pair did not take
-        turns. To reach BF16's loss an arm needs exp(difference / slope) times as many tokens, which the speed
-        to equal loss counts. The slope is the fall of BF16's training loss between two lengths over the log
-        of their ratio. The interval of that speed is that of the difference alone. With a smaller slope than
-        the least one, an arm with this difference is slower than BF16 to the same loss. `saves` is the
-        training loss of `fp8` minus that of the arm, over the seeds of both.""",
+        f"""GPT-2 from random weights, on {cards}, commit {commits}, corpus {corpora_of(runs)}; both runs of a
+        pair begin with the same weights. In nats, with 95 % intervals over the seeds. A training loss is the
+        mean over the last tenth of the steps. A step is skipped if its gradient norm is not finite. The runs
+        of a pair did not take turns. To reach BF16's loss an arm needs exp(difference / slope) times as many
+        tokens, which the speed to equal loss counts. The slope is the fall of BF16's training loss between
+        two lengths over the log of their ratio. The interval of that speed is that of the difference alone.
+        With a smaller slope than the least one, an arm with this difference is slower than BF16 to the same
+        loss. `saves` is the training loss of `fp8` minus that of the arm, over the seeds of both.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
          "skipped steps": "{skipped_steps}",
@@ -473,8 +486,8 @@ def whole_runs():
                             "{validation_interval[1]:+.4f})",
          "validation loss in %": "{validation_in_percent}",
          "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}",
-         "more tokens, %": "{more_tokens:.1f}", "to equal loss": "{equal_loss}",
-         "least slope": "{least_slope:.2f}",
+         "more tokens, %": "{more_tokens}", "to equal loss": "{equal_loss}",
+         "least slope": "{least_slope}",
          "slope, nats per e-fold of tokens": "{described_slope}"},
         sorted(rows, key=lambda row: (row["size"], row["tokens"])))
 
@@ -504,13 +517,14 @@ def difference_over_run():
 def windows():
     content = read("paired")
     rows = [row for row in find(add_seeds(content["rows"]), arm="fp8") if not paired.is_whole_run(row)]
-    machines = {run["machine"] for run in content["runs"] if not paired.is_whole_run(run)}
+    runs = [run for run in content["runs"] if not paired.is_whole_run(run)]
+    machines = {run["machine"] for run in runs}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
-    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}. FP8 in one part of the run,
-        after BF16; both runs of a pair begin it with the same weights and moments and stop at its end, where
-        the losses are compared. In nats, with 95 % intervals over the seeds. A training loss is the mean over
-        as many steps as the last tenth of the run has."""
+    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}, corpus {corpora_of(runs)}. FP8 in
+        one part of the run, after BF16; both runs of a pair begin it with the same weights and moments and
+        stop at its end, where the losses are compared. In nats, with 95 % intervals over the seeds. A
+        training loss is the mean over as many steps as the last tenth of the run has."""
     return section(
         "FP8 in a part of a run",
         text, ["paired"],

@@ -245,7 +245,6 @@ class _KernelArguments:
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
-    states: list  # `state` of each parameter
     addresses: tuple | None = None  # of the tensors for which `table` was written
     gradients: list = field(default_factory=list)  # weak references to the last step's; None without one
     spares: list = field(default_factory=list)  # (rows in pinned memory, table) pairs for captures
@@ -332,8 +331,7 @@ class FastAdam(torch.optim.Optimizer):
             table=table,
             chunks=self._make_chunks(parameters).to(device),
             lr=group["lr"],
-            hyperparameters=torch.zeros(4, dtype=torch.float64, device=device),
-            states=[self.state[parameter] for parameter in parameters]))
+            hyperparameters=torch.zeros(4, dtype=torch.float64, device=device)))
         for parameter in parameters:
             state = self.state[parameter]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -423,8 +421,8 @@ class FastAdam(torch.optim.Optimizer):
         self.gradient_dtype = self._find_gradient_dtype(gradients_of_groups)
         for group, gradients, arguments in zip(self.param_groups, gradients_of_groups, self.kernel_arguments):
             tensors = list(group["params"])
-            for state in arguments.states:
-                tensors += state.values()
+            for parameter in group["params"]:
+                tensors += self.state[parameter].values()
             gradient_addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
             addresses = *gradient_addresses, *addresses_of(tensors)
             has_same_tensors = addresses == arguments.addresses

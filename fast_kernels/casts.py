@@ -17,6 +17,7 @@ References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU 
 SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -421,7 +422,11 @@ def cast_all(x, rowwise, columnwise, scale_inv, scale, amax):
         return
     transposes = len(columnwise) > 0
     written = columnwise if transposes else rowwise  # the table has an address, which is not read
-    addresses = addresses_of(x + rowwise + written + scale_inv + scale + amax)
+    lists = x, rowwise, written, scale_inv, scale, amax
+    if any(len(tensors) != len(x) for tensors in lists):
+        lengths = [len(tensors) for tensors in lists]
+        raise ValueError(f"fast_kernels.casts.cast_all: lists of {lengths} tensors: must be of one length")
+    addresses = addresses_of(itertools.chain(*lists))
     key = addresses, *[(own_x.shape, own_x.dtype) for own_x in x]
 
     def make():

@@ -517,7 +517,7 @@ class Module(CheckedOptions, nn.Module):
         return self.parameter(self.weight_names[gemm])
 
     def parameter(self, name):
-        """Return a parameter or None, as `getattr` does, which takes longer in a module."""
+        """Return a parameter, or None where the module has none of this name. `getattr` takes longer."""
         parameters = self._parameters
         return parameters[name] if name in parameters else getattr(self, name)  # such as a parametrization's
 

@@ -227,10 +227,14 @@ def set_state(model, state):
     module = find_missing_module(model, state)
     if module is not None:
         raise ValueError(f"FP8 state of {module}: no such module here; resume with the model that saved it")
+    remaining = dict(state)
     try:
-        load_fp8_state(model, dict(state))  # a copy, since it removes what it sets
+        load_fp8_state(model, remaining)  # removes what it sets, and may add tensors of TE
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
+    for name in state:
+        if name in remaining:
+            raise ValueError(f"FP8 state of {name}: no such tensor here; resume with the model that saved it")
 
 
 def find_missing_module(model, state):

@@ -269,6 +269,16 @@ def test_missing_master_weights_become_the_parameters():
     assert_equal([p.float() for p in params], [optimizer.state[p]["master_param"] for p in params])
 
 
+def test_a_state_that_is_replaced_is_used():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, lr=1e-2)
+    train(optimizer, params, steps=1)
+    old = {name: value.clone() for name, value in optimizer.state[params[0]].items()}
+    optimizer.state[params[0]] = {name: value.clone() for name, value in old.items()}
+    train(optimizer, params, steps=1)
+    assert not torch.equal(optimizer.state[params[0]]["exp_avg_sq"], old["exp_avg_sq"])
+
+
 def test_a_state_that_does_not_fit_raises():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params)

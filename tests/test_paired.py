@@ -311,6 +311,11 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
     for row, other_tokens in zip(rows, (20_000, 10_000)):
         assert row["slope"] == pytest.approx(0.4 / math.log(2))
         assert row["slope_tokens"] == other_tokens and row["slope_seeds"] == [1]
+    for other in ({"train_sha256": "of another corpus"}, {"lr": 2e-3}):
+        for row in paired.summarize([
+                run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 1.6, steps=20) | other,
+                run_of("fp8", 1, 1.7, steps=20) | other]):
+            assert row["slope"] is None
     row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
     assert row["speed_to_equal_loss"] is row["slope"] is row["slope_tokens"] is row["slope_seeds"] is None
     rises = paired.summarize([
@@ -390,6 +395,9 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(results):
     window = {"start": 0.75, "losses": 40 * [2.0]}
     runs += [run_of("bf16", 1, 2.0, steps=40) | window, run_of("fp8", 1, 2.0, steps=40) | window]
     runs.append(run_of("fp8-e4m3", 2, math.nan, steps=40) | {"skipped_steps": 3})
+    runs.append(run_of("fp8-e4m3", 1, math.nan, steps=40))
+    for seed in (1, 2):  # without a BF16 run from the same weights: no pair, and no saving over it
+        runs.append(run_of("fp8", seed, 9.0, steps=40) | {"shared_weights": "other"})
     for seed in (1, 2):
         fp8 = run_of("fp8-head-bf16", seed, 2.0 + 0.005 * seed, ms=80.0, steps=40)
         runs.append(fp8 | {"val_loss_without_fp8": fp8["val_loss"]})
@@ -397,13 +405,14 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(results):
     titles, _, *rows = tables_of(measured.whole_runs())
     rows = [dict(zip(titles, row)) for row in rows]
     assert [(row["arm"], row["tokens"], row["seeds"], row["skipped steps"]) for row in rows] == [
-        ("`fp8`", "40,000", "2", "0"), ("`fp8-e4m3`", "40,000", "0 of 1, 1 diverged", "3"),
+        ("`fp8`", "40,000", "2", "0"), ("`fp8-e4m3`", "40,000", "0 of 2, 2 diverged", "3"),
         ("`fp8-head-bf16`", "40,000", "2", "0"), ("`fp8`", "80,000", "2", "0")]
     assert rows[0]["to equal loss"] == "1.96 (1.79 to 2.14)"
     assert rows[0]["more tokens, %"] == "2.1"  # exp(0.015 / slope), slope = 0.5 / log(2)
     assert rows[0]["least slope"] == "0.02"  # 0.015 / log(2)
     assert rows[0]["in %"] == "+0.75 (-2.43 to +3.93)"  # of 2.0
     assert rows[0]["validation loss in %"] == "+0.60 (-1.94 to +3.14)"  # of 2.5
+    assert rows[1]["in %"] == rows[1]["least slope"] == "-"
     assert [row["saves"] for row in rows] == ["-", "-", "+0.0075 (-0.0243 to +0.0393)", "-"]
 
 
