@@ -618,3 +618,14 @@ def test_a_sharded_model_trains_as_one_that_is_not(one_process_group, options, m
         assert error <= tolerance, f"{name} differs by {error}"
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, expected[2][name], rtol=5 * tolerance, atol=0)
+
+
+def test_a_format_that_changes_in_place_is_that_of_the_next_pass():
+    model = make_model()
+    batch = make_tokens(0)
+    projection = model.blocks[0].attn.proj
+    for name, dtype in (("HYBRID", torch.float8_e5m2), ("E4M3", torch.float8_e4m3fn),
+                        ("HYBRID", torch.float8_e5m2)):
+        model.fp8_recipe.fp8_format = Format[name]
+        model(*batch).backward()
+        assert projection.gradient_quantization().fp8_dtype == dtype
