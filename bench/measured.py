@@ -409,32 +409,31 @@ def add_seeds(rows):
     return rows
 
 
-def describe_saving(fields, pairs_of):
-    """Return the training loss of `fp8` minus that of a row's arm, over the seeds of both, with its interval;
-    "-" for `fp8` itself and for fewer than two such seeds.
+def savings_of(row, groups):
+    """Return the training losses of `fp8` minus those of a row's arm, seed by seed, of the seeds that both
+    have. groups: of bench/paired.py."""
+    losses = {}
+    for fields, pairs, _ in groups:
+        if all(fields[name] == row[name] for name in paired.PAIR_FIELDS):
+            losses |= {(fields["arm"], run["seed"]): paired.training_loss(run) for run, _ in pairs}
+    return [losses["fp8", seed] - loss for (arm, seed), loss in sorted(losses.items())
+            if arm == row["arm"] and ("fp8", seed) in losses]
 
-    pairs_of: {(arm, values of PAIR_FIELDS): pairs}."""
-    key = tuple([fields[name] for name in paired.PAIR_FIELDS])
-    fp8_losses = {run["seed"]: paired.training_loss(run) for run, _ in pairs_of.get(("fp8", key), [])}
-    savings = []
-    for run, _ in pairs_of.get((fields["arm"], key), []):
-        if run["seed"] in fp8_losses:
-            savings.append(fp8_losses[run["seed"]] - paired.training_loss(run))
-    if fields["arm"] == "fp8" or len(savings) < 2:
+
+def with_interval(value, interval, number="{:+.4f}"):
+    """Return "1.0 (0.9 to 1.1)"; "1.0" without an interval; "-" without a value."""
+    if value is None:
         return "-"
-    low, high = paired.interval_of(savings)
-    return f"{statistics.mean(savings):+.4f} ({low:+.4f} to {high:+.4f})"
+    described = paired.describe_interval(interval, number)
+    return number.format(value) + (f" ({described})" if described else "")
 
 
 def percent_of(loss, interval, of):
     """Return a difference of losses and its interval in percent of a loss; "-" without one."""
     if loss is None:
         return "-"
-    percent = f"{100 * loss / of:+.2f}"
-    if interval is None:
-        return percent
-    low, high = interval
-    return f"{percent} ({100 * low / of:+.2f} to {100 * high / of:+.2f})"
+    percent_interval = None if interval is None else [100 * end / of for end in interval]
+    return with_interval(100 * loss / of, percent_interval, "{:+.2f}")
 
 
 def corpora_of(runs):
@@ -445,13 +444,10 @@ def corpora_of(runs):
 def whole_runs():
     runs = [run for run in read("paired")["runs"] if paired.is_whole_run(run)]
     rows = [row for row in add_seeds(read("paired")["rows"]) if paired.is_whole_run(row)]
-    pairs_of = {}
-    for fields, pairs, _ in paired.groups_of(runs):
-        pairs_of[fields["arm"], tuple([fields[name] for name in paired.PAIR_FIELDS])] = pairs
+    groups = paired.groups_of(runs)
     for row in rows:
-        speed = paired.describe(row["speed_to_equal_loss"], "{:.2f}")
-        interval = paired.describe_interval(row["speed_to_equal_loss_interval"], "{:.2f}")
-        row["equal_loss"] = f"{speed} ({interval})" if interval else speed
+        row["equal_loss"] = with_interval(
+            row["speed_to_equal_loss"], row["speed_to_equal_loss_interval"], "{:.2f}")
         row["described_slope"] = paired.describe_slope(row)
         row["training_in_percent"] = percent_of(
             row["training"], row["training_interval"], row["baseline_training_loss"])
@@ -463,7 +459,8 @@ def whole_runs():
         row["least_slope"] = "-"
         if row["seeds"] and row["speed"] and row["speed"] > 1:
             row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
-        row["saving"] = describe_saving(row, pairs_of)
+        savings = [] if row["arm"] == "fp8" else savings_of(row, groups)
+        row["saving"] = with_interval(paired.mean_of(savings), paired.interval_of(savings))
     cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
     commits = ", ".join(sorted({(run.get("commit") or "unknown")[:7] for run in runs}))
     return section(
@@ -504,8 +501,7 @@ def difference_over_run():
         title = f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {len(group.pairs)} seeds"
         columns[title] = "{" + title + "}"
         for row, (mean, interval) in zip(rows, paired.differences_over_run(group.pairs)):
-            bounds = f" ({paired.describe_interval(interval)})" if interval else ""
-            row[title] = f"{mean:+.4f}{bounds}"
+            row[title] = with_interval(mean, interval)
     return section(
         "The difference over a run",
         """Training loss above BF16's in each twentieth of the whole runs above, in nats: the mean over its
@@ -543,12 +539,10 @@ def parts_of_fp8():
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
     cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
-    losses = {(run["arm"], run["seed"]): paired.training_loss(run) for run in runs}
+    groups = paired.groups_of(runs)
     rows = add_seeds(paired.summarize(runs))
     for row in rows:
-        saved = [losses["fp8", seed] - losses[row["arm"], seed]
-                 for seed in sorted(seeds) if (row["arm"], seed) in losses]
-        row["saved"] = ", ".join(f"{loss:+.4f}" for loss in saved)
+        row["saved"] = ", ".join(f"{saving:+.4f}" for saving in savings_of(row, groups))
     return section(
         "What costs in the last quarter",
         f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on {cards}.

@@ -224,21 +224,22 @@ def draw_health(result, path):
     health.plot(result["records"], path, result["title"])
 
 
-PICTURES = {  # {name of the PNG in results/: function}
-    "stack": draw_stack, "crossover": draw_crossover, "attention": draw_attention, "fp8_health": draw_health,
-    "loss_gap": draw_loss_gap,
+PICTURES = {  # {name of the PNG in results/: (name of the JSON, function)}
+    "stack": ("stack", draw_stack), "crossover": ("crossover", draw_crossover),
+    "attention": ("attention", draw_attention), "fp8_health": ("fp8_health", draw_health),
+    "loss_gap": ("paired", draw_loss_gap),
 }
 
 
-def read_results(picture):
-    """Return the JSON that a picture is drawn from."""
-    name = "paired" if picture == "loss_gap" else picture
-    return json.loads((ROOT / f"results/{name}.json").read_text())
+def draw_picture(name, path) -> None:
+    """Draw one of PICTURES from the committed JSON."""
+    json_name, draw = PICTURES[name]
+    draw(json.loads((ROOT / f"results/{json_name}.json").read_text()), path)
 
 
 def main() -> None:
-    for name, draw in PICTURES.items():
-        draw(read_results(name), ROOT / f"results/{name}.png")
+    for name in PICTURES:
+        draw_picture(name, ROOT / f"results/{name}.png")
 
 
 if __name__ == "__main__":

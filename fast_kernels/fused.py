@@ -503,7 +503,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, a, b, options):
-        layer, activation, _, adapter_scale = options
+        layer = options.layer
+        activation = options.activation
         saved_x = saved_bias = None  # before the activation
         if activation is None:
             fp8_x, _ = casts.cast(x.contiguous(), layer.input_quantization)
@@ -511,7 +512,7 @@ class _Linear(torch.autograd.Function):
             fp8_x = casts.activate(activation, x, x_bias, layer.input_quantization)
             saved_x = x
             saved_bias = x_bias
-        adapter = AdapterArguments(a, b, adapter_scale)
+        adapter = AdapterArguments(a, b, options.adapter_scale)
         out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, adapter)
         ctx.save_for_backward(saved_x, saved_bias, *saved)
         ctx.options = options
@@ -520,16 +521,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        layer, activation, dx_quantization, adapter_scale = ctx.options
+        options = ctx.options
+        layer = options.layer
+        activation = options.activation
         saved_x, saved_bias, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
         linear_needs = NeededGradients(needs_dx, needs.weight, needs.bias, needs.a, needs.b)
-        gradients = _backward_gemms(layer, dy, _saved_operands(saved, adapter_scale), linear_needs)
+        gradients = _backward_gemms(layer, dy, _saved_operands(saved, options.adapter_scale), linear_needs)
         dx = gradients.x
         dx_bias = None
         if activation is not None and needs_dx:
-            fp8_dx, dx_bias = casts.activate_backward(activation, dx, saved_x, saved_bias, dx_quantization)
+            fp8_dx, dx_bias = casts.activate_backward(
+                activation, dx, saved_x, saved_bias, options.dx_quantization)
             dx = Float8Tensor(*fp8_dx)
         layer.update_gradient_scales()
         return tuple(LinearInputs(

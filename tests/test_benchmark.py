@@ -257,7 +257,7 @@ def test_a_busy_core_computes_until_the_end():
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_pictures_are_drawn_from_the_results(name, tmp_path):
-    pictures.PICTURES[name](pictures.read_results(name), tmp_path / "picture.png")
+    pictures.draw_picture(name, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
 
 

@@ -169,7 +169,8 @@ def test_an_arm_that_diverges_on_every_seed_has_a_row():
         run_of("fp8", 2, 2.1, steps=100) | {"val_loss": nan}]
     row, = paired.summarize(runs)
     assert row["seeds"] == 0 and row["diverged_seeds"] == [1, 2]
-    assert row["training"] is row["training_interval"] is row["validation"] is row["speed"] is None
+    for field in ("training", "training_interval", "validation", "speed"):
+        assert row[field] is None
     assert "0 of 2, 2 diverged" in paired.main_table([row])
     assert reasons_of(runs) == 2 * ["the loss of fp8 is not finite at its end"]
     recovered = run_of("fp8", 3, 2.1, steps=100) | {"losses": 80 * [2.1] + [nan] + 19 * [2.1]}
@@ -317,7 +318,8 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
                 run_of("fp8", 1, 1.7, steps=20) | other]):
             assert row["slope"] is None
     row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
-    assert row["speed_to_equal_loss"] is row["slope"] is row["slope_tokens"] is row["slope_seeds"] is None
+    for field in ("speed_to_equal_loss", "slope", "slope_tokens", "slope_seeds"):
+        assert row[field] is None
     rises = paired.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 2.2, steps=20),
         run_of("fp8", 1, 2.3, steps=20)])
