@@ -10,9 +10,12 @@ scaling stay as they are.
   GEMM is the BF16 tensor that would have been quantized. The GEMM is PyTorch's, of BF16 tensors: the FP8
   operand is dequantized for it, and there is no fast accumulation. wgrad is rounded to BF16, as in BF16
   training.
+- No operand in FP8: the same with both operands in BF16. What differs from BF16 training are the kernels
+  around the GEMMs.
 - dgrad in float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
   has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit uses fast accumulation where K <= 3,072 if timing
   finds it faster.
+- Forward pass in float32: no forward GEMM uses fast accumulation. Here and in Transformer Engine all do.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
   probabilities that make its mean exact; before that it is rounded to float16, which has 256 values between
@@ -49,8 +52,9 @@ def changed(arm: str):
 # A Quantization with the dtype BF16 stands for an operand that is not quantized. An `FP8Data` with BF16
 # tensors is that operand.
 
-def one_in_fp8(operand: str) -> list:
-    """Return the replacements that leave one operand in FP8: "input", "weight" or "output_gradient"."""
+def one_in_fp8(operand: str | None) -> list:
+    """Return the replacements that leave one operand in FP8: "input", "weight" or "output_gradient"; none of
+    them with operand=None."""
     in_bf16 = [  # (owner, name, function in BF16)
         (casts, "norm", norm),
         (casts, "norm_backward", norm_backward),
@@ -155,6 +159,14 @@ def dequantized(x, scale_inv):
     return x.to(torch.bfloat16).mul_(scale_inv)  # scale_inv is float32: the product is rounded once
 
 
+# ---------------------------------------------------------------- accumulation
+
+def precise_forward_gemm(x, weight, bias=None, added_to=None):
+    """Compute `fused.forward_gemm` without fast accumulation."""
+    return fused.gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "precise", out=added_to,
+                      accumulate=added_to is not None)
+
+
 # ---------------------------------------------------------------- stochastic rounding
 
 def cast_gradient_stochastically(
@@ -190,7 +202,9 @@ CHANGES = {  # {arm of bench/paired.py: function that returns [(owner, name, rep
     "fp8-activations": lambda: one_in_fp8("input"),
     "fp8-weights": lambda: one_in_fp8("weight"),
     "fp8-gradients": lambda: one_in_fp8("output_gradient"),
+    "fp8-no-operand": lambda: one_in_fp8(None),
     "fp8-dgrad-float32": lambda: [(fused, "DGRAD_FAST_ACCUM_K", 0)],
+    "fp8-forward-float32": lambda: [(fused, "forward_gemm", precise_forward_gemm)],
     "fp8-scales-1": lambda: [(recipes, "find_first_scales", lambda *arguments: None)],
     "fp8-stochastic-logits": lambda: [(loss, "cast_gradient", cast_gradient_stochastically)],
 }

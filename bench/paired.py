@@ -26,10 +26,13 @@ The kit's arms train with train.py's own step. So does nanoGPT, in float32 weigh
 weights and moments are the kit's under other names.
 
 An arm is a set of options of train.py, below in ARMS. The kit's arms train model_te_fast.py where it runs,
-but `current` and `block` need Transformer Engine. Some arms also replace functions (bench/fp8_arms.py):
+but `fp8-optimized`, `fp8-current` and `fp8-block` train Transformer Engine's modules. Some arms also replace
+functions (bench/fp8_arms.py):
 
     fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
+    fp8-no-operand                                 both in BF16: what is left is the path around the GEMMs
     fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
+    fp8-forward-float32                            none in the forward pass, where TE has it too
     fp8-scales-1                                   scales start at 1; else the first batch finds them
     fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
 
@@ -90,6 +93,7 @@ BASELINE = "bf16"
 ARMS = {  # {name: options of train.py}
     "bf16": dict(fp8_recipe="none"),
     "fp8": {},
+    "fp8-optimized": dict(model="optimized"),
     "fp8-current": dict(fp8_recipe="current"),
     "fp8-block": dict(fp8_recipe="block"),
     "fp8-e4m3": dict(fp8_format="e4m3"),
@@ -101,18 +105,20 @@ ARMS = {  # {name: options of train.py}
     "fp8-activations": dict(model="fast"),
     "fp8-weights": dict(model="fast"),
     "fp8-gradients": dict(model="fast"),
+    "fp8-no-operand": dict(model="fast"),
     "fp8-dgrad-float32": dict(model="fast"),
+    "fp8-forward-float32": dict(model="fast"),
     "fp8-scales-1": {},
     "fp8-stochastic-logits": dict(model="fast"),
     "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
 }
 # keys of fp8_arms.CHANGES, whose import needs Triton
-CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-dgrad-float32", "fp8-scales-1",
-               "fp8-stochastic-logits")
+CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-no-operand", "fp8-dgrad-float32",
+               "fp8-forward-float32", "fp8-scales-1", "fp8-stochastic-logits")
 # their GEMMs or roundings are emulated, so that their speed means nothing
-EMULATED = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-stochastic-logits")
+EMULATED = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-no-operand", "fp8-stochastic-logits")
 # trained with another model than the baseline's where that is model_te_fast.py
-OTHER_MODEL = ("fp8-current", "fp8-block", "nanogpt")
+OTHER_MODEL = ("fp8-optimized", "fp8-current", "fp8-block", "nanogpt")
 MODERN = dict(
     activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
 SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)

@@ -118,6 +118,32 @@ def test_dgrad_accumulates_in_float32(monkeypatch):
     assert accumulations == ["either", "precise", "either"]
 
 
+def test_the_forward_pass_accumulates_in_float32(monkeypatch):
+    accumulations = []
+    gemm = fused.gemm
+
+    def recorded(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", **others):
+        accumulations.append(accumulation)
+        return gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, **others)
+
+    monkeypatch.setattr(fused, "gemm", recorded)
+    layer = modules.Linear(64, 32, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, device=DEVICE).bfloat16()
+    for arm in ("fp8-scales-1", "fp8-forward-float32"):  # the first leaves accumulation as it is
+        with fp8_arms.changed(arm), modules.autocast(), torch.no_grad():
+            layer(x)
+    assert accumulations == ["fast", "precise"]
+
+
+def test_no_operand_in_fp8_is_bf16():
+    operands, gradients = run_model("fp8-no-operand")
+    assert {operand.dtype for pair in operands for operand in pair} == {torch.bfloat16}
+    _, bf16_gradients = run_model(None, use_fp8=False)
+    for name, gradient in gradients.items():
+        error = (gradient - bf16_gradients[name]).norm() / bf16_gradients[name].norm()
+        assert error < 0.005, name  # with gradients in FP8 it is 0.009 to 0.11
+
+
 def fp8_tensor(rows, columns):
     return casts.allocate_fp8(torch.empty(0, device=DEVICE), rows, columns, torch.float8_e4m3fn)
 
