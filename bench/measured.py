@@ -517,25 +517,32 @@ def windows():
     machines = {run["machine"] for run in runs}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
-    text = f"""GPT-2 124M, 45 M tokens, on {" and ".join(sorted(machines))}, corpus {corpora_of(runs)}. FP8 in
-        one part of the run, after BF16; both runs of a pair begin it with the same weights and moments and
-        stop at its end, where the losses are compared. In nats, with 95 % intervals over the seeds. A
-        training loss is the mean over as many steps as the last tenth of the run has."""
+    text = f"""GPT-2 124M, on {" and ".join(sorted(machines))}, corpus {corpora_of(runs)}. FP8 in one part of
+        the run, after BF16; both runs of a pair begin it with the same weights and moments and stop at its
+        end, where the losses are compared. In nats, with 95 % intervals over the seeds. A training loss is
+        the mean over as many steps as the last tenth of the run has."""
     return section(
         "FP8 in a part of a run",
         text, ["paired"],
-        {"FP8 in": "{window}", "seeds": "{described_seeds}", "skipped steps": "{skipped_steps}",
+        {"tokens of the run": "{tokens:,}", "FP8 in": "{window}", "seeds": "{described_seeds}",
+         "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
          "in %": "{training_percent:+.2f}",
          "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
                             "{validation_interval[1]:+.4f})",
          "evaluated in BF16": "{validation_without_fp8:+.4f}"},
-        sorted(rows, key=lambda row: row["start"]))
+        sorted(rows, key=lambda row: (row["tokens"], row["start"])))
 
 
-def parts_of_fp8():
-    runs = find(read("paired")["runs"], size="124m", tokens=45_088_768, start=0.75)
+def parts_of_last_quarter():
+    return parts_of_fp8("What costs in the last quarter", "the last quarter of 45 M tokens",
+                        tokens=45_088_768, start=0.75, stop=1.0)
+
+
+def parts_of_fp8(title, window, **of_runs):
+    """Return the section that compares the arms of a window. window: what its text calls it."""
+    runs = find(read("paired")["runs"], size="124m", **of_runs)
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
     cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
@@ -544,11 +551,11 @@ def parts_of_fp8():
     for row in rows:
         row["saved"] = ", ".join(f"{saving:+.4f}" for saving in savings_of(row, groups))
     return section(
-        "What costs in the last quarter",
-        f"""As above, the last quarter in FP8, of seeds {" and ".join(map(str, sorted(seeds)))} on {cards}.
-        `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
-        GEMM alone; the others change one setting. In nats. Emulated arms have no speed; the runs of a pair
-        did not take turns.""",
+        title,
+        f"""As above, {window} in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on {cards}. `fp8` is FP8
+        in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each GEMM alone,
+        `fp8-no-operand` none; the others change one setting. In nats. Emulated arms have no speed; the runs
+        of a pair did not take turns.""",
         ["paired"],
         {"arm": "`{arm}`", "seeds": "{described_seeds}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
@@ -800,7 +807,7 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits, whole_runs, difference_over_run, windows, parts_of_fp8,
+    attention, memory, edits, whole_runs, difference_over_run, windows, parts_of_last_quarter,
     compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]
