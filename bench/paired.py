@@ -5,6 +5,8 @@
     python bench/paired.py --arms fp8 --start 0.75          # the last quarter, from BF16's checkpoint
     python bench/paired.py --arms fp8 --stop 0.25 --end 1   # FP8 in the first quarter, then BF16
     NANOGPT=nanoGPT python bench/paired.py --arms nanogpt   # the folder of a checkout
+    python bench/paired.py --init-from out/base --data data/mine --lr 1e-4    # fine-tune a run of train.py
+    python bench/paired.py --init-from out/base --data data/mine --lr 1e-3 --lora-rank 16 --arms fp8-frozen
 
 Single runs scatter by 1 % of the loss, mostly by their first weights and the order of their batches. A pair
 has both in common, so the difference of two losses scatters less; that of the training losses, which are
@@ -24,6 +26,14 @@ batch. A part that was cut continues with all that it saved, the scales too.
 
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
+
+With --init-from all runs, BF16's too, begin with the weights of the base: a run of train.py, or a step-<n> of
+one. The model has the sizes of the base, and --size gives only how it is trained: micro-batches, sequence
+length, warm-up and validation tokens. The seed orders the batches.
+
+With --lora-rank both runs of a pair train adapters alone, by the edit `lora`, and the seed draws them. In the
+arm `fp8` the weights of the base stay in BF16, which each step quantizes (the default of train.py); in
+`fp8-frozen` they are in FP8 alone (--set lora_base=fp8).
 
 An arm is a set of options of train.py, below in ARMS. The kit's arms train model_te_fast.py where it runs,
 but `fp8-optimized`, `fp8-current` and `fp8-block` train Transformer Engine's modules. Some arms also replace
@@ -59,14 +69,18 @@ sys.path.insert(0, str(ROOT))
 if __name__ == "__main__":
     import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
 
+import atexit
 import datetime
+import functools
 import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
+import tempfile
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -78,14 +92,16 @@ import numpy as np
 import torch
 
 import train
+from bench import edits
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, markdown, write_json
 from bench.step import free, make_parts
-from nanote import checkpoint, models, recipes, training_state
+from nanote import adapters, checkpoint, models, recipes, training_state
 from nanote.command import parse, run_command
 from nanote.config import TrainConfig
 from nanote.evaluation import validation_loss
 from nanote.loader import Loader
+from nanote.options import MUST_MATCH
 from nanote.parallel import Ranks, StopRequest
 from nanote.schedule import learning_rate
 
@@ -110,6 +126,7 @@ ARMS = {  # {name: options of train.py}
     "fp8-forward-float32": dict(model="fast"),
     "fp8-scales-1": {},
     "fp8-stochastic-logits": dict(model="fast"),
+    "fp8-frozen": dict(set=(("lora_base=fp8",),)),
     "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
 }
 # keys of fp8_arms.CHANGES, whose import needs Triton
@@ -136,8 +153,8 @@ NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
 # 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
-# Fields, besides the seed, that both runs of a pair share
-PAIR_FIELDS = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end")
+# Fields, besides the seed, that both runs of a pair share. Only records of fine-tuning have the last two.
+PAIR_FIELDS = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end", "base_sha256", "lora_rank")
 
 
 @dataclass
@@ -152,6 +169,8 @@ class Options:
     lr: float = 1.2e-3  # Peak learning rate.
     minutes: float = math.inf  # Save and stop within this time; the same command continues.
     data: str = "data/packages-r50k_base"  # Folder of token files.
+    init_from: str | None = None  # Begin with the weights of this run of train.py. None: with random weights.
+    lora_rank: int | None = None  # Train adapters of this rank alone. None: all weights.
     out_dir: Path = Path("out/paired")  # Folder of the runs' states.
     json: Path = Path("results/paired.json")  # Read and written.
     only_train: bool = False  # Write no JSON.
@@ -197,7 +216,12 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     stop = options.step_at(options.stop)
     end = options.step_at(options.end_or_stop)
     data = Path(options.data).name
-    folder = options.out_dir / f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
+    name = f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
+    if options.init_from is not None:
+        name += f"-base{read_base(options.init_from).sha256[:12]}"
+    if options.lora_rank is not None:
+        name += f"-lora{options.lora_rank}"
+    folder = options.out_dir / name
     parts = [Part(BASELINE, 1, 0, folder)]
     quarters = [options.step_at(fraction) for fraction in (0.25, 0.5, 0.75) if fraction < options.start]
     steps = [(BASELINE, first + 1, last) for first, last in pairwise([0, *quarters, start])]
@@ -232,12 +256,52 @@ def validation_file(part: Part) -> Path:
 
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
+    if options.init_from is not None:
+        fields |= read_base(options.init_from).sizes
     config = TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
     baseline = TrainConfig(**SIZES[options.size] | ARMS[BASELINE] | fields)
     needs_te = config.fp8_recipe in ("current", "block")
     if config.model == "auto" and not needs_te and picked_model(baseline) == "fast":
         config = replace(config, model="fast")  # not another model than the baseline's
+    if options.lora_rank is not None:
+        rank = (f"lora_rank={options.lora_rank}",)
+        config = replace(config, model=model_with_adapters(picked_model(config)), set=(rank, *config.set))
     return config
+
+
+class Base(NamedTuple):
+    """The run whose weights fine-tuning begins with."""
+
+    folder: Path  # its checkpoint
+    meta: dict  # meta.json of that
+    sha256: str  # of its weights
+
+    @property
+    def sizes(self) -> dict:
+        """Options of train.py that give a model the tensors of the base."""
+        model_config = self.meta["model_config"]
+        return {name: model_config[name] for name in MUST_MATCH if name in model_config}
+
+
+@functools.cache  # else each part would read all files of the base
+def read_base(source: str) -> Base:
+    """Return the base that --init-from names."""
+    try:
+        folder = checkpoint.find(source)
+    except ValueError:
+        raise ValueError(f"--init-from {source}: holds no checkpoint; name a run of train.py, or a step-<n> "
+                         "of one") from None
+    return Base(folder, checkpoint.read_meta(folder), adapters.checksum_of_weights(folder))
+
+
+@functools.cache
+def model_with_adapters(name: str) -> str:
+    """Write model file `name` with the edit lora to a temporary folder of this process. Return it as a value
+    of --model."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = edits.edited_file(name, "lora", Path(folder))
+    return f"{path}:{edits.CLASSES[name]}"
 
 
 def picked_model(config: TrainConfig) -> str:
@@ -266,6 +330,8 @@ def stored_config(config: TrainConfig) -> dict:
     """Return a config as meta.json has it, without the path of the data."""
     fields = json.loads(json.dumps(asdict(config), default=str))
     del fields["data"]
+    if config.set:  # the model is that of `model_with_adapters`, in another folder in each process
+        fields["model"] = Path(config.model).name
     return fields
 
 
@@ -302,7 +368,7 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, lim
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
     model, optimizer, gradients = make_parts(config, device)
-    so_far = load_part(config, model, optimizer, loader, part, source)
+    so_far = load_part(options, config, model, optimizer, loader, part, source)
     functions = train.make_step(config, model, optimizer, gradients)
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
         functions = train.with_cuda_graphs(model, optimizer, functions)
@@ -353,7 +419,8 @@ def weights_sha256(model) -> str:
     return digest.hexdigest()
 
 
-def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source: Path | None) -> dict:
+def load_part(options: Options, config: TrainConfig, model, optimizer, loader, part: Part,
+              source: Path | None) -> dict:
     """Load the state that a part continues with. Return its "step", "losses" and "ms_per_step" so far, as in
     its meta.json."""
     unfinished = checkpoint.latest(part.folder)
@@ -365,6 +432,10 @@ def load_part(config: TrainConfig, model, optimizer, loader, part: Part, source:
         if recipes.uses_delayed_scaling(model):
             batch = loader.batches(part.first_step)[0]  # which `train_steps` reads again
             recipes.find_first_scales(model, batch.inputs, config.grad_accum)
+    elif options.init_from is not None:
+        from_base = replace(config, init_from=str(read_base(options.init_from).folder))
+        train.load_state(from_base, model, optimizer, loader, source=None, resumed_meta={})
+        model.base_of_adapters = None  # the parts of a run store all weights: the next one reads no base
     return {"step": part.first_step - 1, "losses": [], "ms_per_step": []}
 
 
@@ -536,7 +607,7 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
     window = metas[last_shared_part + 1]  # the arm's part, or that of the baseline beside it
     ms_per_step = window["ms_per_step"]
     last = metas[-1]
-    return {
+    record = {
         "size": options.size, "arm": arm, "seed": seed, "steps": options.steps, "lr": options.lr,
         "train_sha256": last["train_sha256"],
         "tokens": options.steps * options.tokens_per_step,
@@ -546,6 +617,11 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
         "losses": [round(loss, 6) for loss in losses], "skipped_steps": skipped_steps,
         "val_loss": last["val_loss"], "val_loss_without_fp8": last.get("val_loss_without_fp8"),
         **{name: window.get(name) for name in ORIGIN}}
+    if options.init_from is not None:
+        record["base_sha256"] = read_base(options.init_from).sha256
+    if options.lora_rank is not None:
+        record["lora_rank"] = options.lora_rank
+    return record
 
 
 def summarize(runs: list[dict]) -> list[dict]:
@@ -581,17 +657,17 @@ class Group(NamedTuple):
 def groups_of(runs: list[dict]) -> list[Group]:
     """Return the runs of each row."""
     baselines = baselines_of(runs)
-    found = {}  # {values of "arm" and PAIR_FIELDS: {seed: pair}}
+    found = {}  # {"arm" and PAIR_FIELDS with their values: {seed: pair}}
     for run in runs:
         baseline = baseline_of(run, baselines)
         if run["arm"] != BASELINE and not reason_against(run, baseline):
-            values = tuple(run[name] for name in ("arm", *PAIR_FIELDS))
-            found.setdefault(values, {})[run["seed"]] = Pair(run, baseline)
+            fields = tuple((name, run[name]) for name in ("arm", *PAIR_FIELDS) if name in run)
+            found.setdefault(fields, {})[run["seed"]] = Pair(run, baseline)
     groups = []
-    for values, pairs_of_seeds in found.items():
+    for fields, pairs_of_seeds in found.items():
         pairs = [pair for pair in pairs_of_seeds.values() if is_finite(pair.run)]
         diverged = [pair.run for pair in pairs_of_seeds.values() if not is_finite(pair.run)]
-        groups.append(Group(dict(zip(("arm", *PAIR_FIELDS), values)), pairs, diverged))
+        groups.append(Group(dict(fields), pairs, diverged))
     return groups
 
 
@@ -714,6 +790,16 @@ def is_whole_run(row: dict) -> bool:
     return (row["start"], row["stop"]) == (0.0, 1.0)
 
 
+def is_fine_tuning(row: dict) -> bool:
+    """Return whether a row or a run began with the weights of a base."""
+    return "base_sha256" in row
+
+
+def describe_trained(row: dict) -> str:
+    """Return which weights fine-tuning trains: "LoRA 16", or "all"."""
+    return f"LoRA {row['lora_rank']}" if "lora_rank" in row else "all"
+
+
 def interval_of(values: list[float]) -> list[float] | None:
     """Return the 95 % interval of the mean, of the t distribution; None for one value, or if one is not
     finite."""
@@ -735,7 +821,7 @@ def median_speed(pairs: list[Pair]) -> float | None:
 
 def pair_key(run: dict) -> tuple:
     """Return the values that a run shares with its baseline."""
-    values = [run[name] for name in ("seed", *PAIR_FIELDS)]
+    values = [run.get(name) for name in ("seed", *PAIR_FIELDS)]
     return *values, run.get("shared_weights")  # which older records do not have
 
 
@@ -805,8 +891,8 @@ def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) 
 
 def is_other_length(other: Group, group: Group) -> bool:
     """Return whether two rows differ in the number of tokens alone."""
-    same = ("arm", "size", "train_sha256", "lr", "start", "stop")
-    is_same = all(other.fields[name] == group.fields[name] for name in same)
+    same = ("arm", "size", "train_sha256", "lr", "start", "stop", "base_sha256", "lora_rank")
+    is_same = all(other.fields.get(name) == group.fields.get(name) for name in same)
     return is_same and other.fields["tokens"] != group.fields["tokens"]
 
 
@@ -830,7 +916,7 @@ def main_table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         lines.append([
-            f"`{row['arm']}`", row["size"], f"{row['tokens']:,}",
+            f"`{row['arm']}`", describe_size(row), f"{row['tokens']:,}",
             f"{row['start']:g} to {row['stop']:g} of {row['end']:g}",
             describe_seeds(row), f"{row['skipped_steps']}",
             describe(row["training"]), describe_interval(row["training_interval"]),
@@ -839,6 +925,13 @@ def main_table(rows: list[dict]) -> str:
             describe(row["speed_to_equal_loss"], "{:.3f}"),
             describe_interval(row["speed_to_equal_loss_interval"], "{:.3f}"), describe_slope(row)])
     return markdown(titles, lines)
+
+
+def describe_size(row: dict) -> str:
+    """Return the size of a row, and of fine-tuning its base and what is trained: "124m, 6a1c0f2e, all"."""
+    if not is_fine_tuning(row):
+        return row["size"]
+    return f"{row['size']}, {row['base_sha256'][:8]}, {describe_trained(row)}"
 
 
 def describe_seeds(row: dict) -> str:
@@ -880,6 +973,9 @@ def check_options(options: Options) -> None:
         raise ValueError("--arms nanogpt: NANOGPT is not set; name the folder of a nanoGPT checkout")
     if BASELINE in options.arms:
         raise ValueError(f"--arms {BASELINE}: is the baseline, which is trained anyway; name others, or fp8")
+    if options.init_from is not None:
+        read_base(options.init_from)
+    check_adapters(options)
     check_once("--arms", options.arms)
     check_once("--seeds", options.seeds)
     check_once("--tokens", [single.steps for single in options.one_length_each()], unit=" steps")
@@ -889,6 +985,18 @@ def check_options(options: Options) -> None:
                              "between; choose a longer part or more --tokens")
     for arm in options.arms:
         check_machine(options, arm)
+
+
+def check_adapters(options: Options) -> None:
+    """Raise ValueError for arms that train adapters without a base, or that cannot train them."""
+    if options.lora_rank is not None and options.init_from is None:
+        raise ValueError(f"--lora-rank {options.lora_rank}: adapters need a base; pass --init-from, too")
+    for arm in options.arms:
+        if arm == "fp8-frozen" and options.lora_rank is None:
+            raise ValueError(f"--arms {arm}: keeps the base of adapters in FP8; pass --lora-rank 16, too")
+        if "model" in ARMS[arm] and options.lora_rank is not None:
+            raise ValueError(f"--arms {arm}: trains another model than the edit lora; leave it out, or "
+                             "--lora-rank")
 
 
 def check_once(flag: str, values: list, unit: str = "") -> None:
@@ -904,6 +1012,8 @@ def check_machine(options: Options, arm: str) -> None:
         device = models.pick_device(config.device)
         recipes.check_machine(config, device)
         check_model(config, device)
+        if options.lora_rank is not None:
+            models.resolve_config(config.model, config, use_fp8=True, saved=None)  # checks the rank
     except ValueError as error:
         raise ValueError(f"--arms {arm}: {error}") from None
 
@@ -911,11 +1021,22 @@ def check_machine(options: Options, arm: str) -> None:
 def check_folders(options: Options) -> None:
     """Raise ValueError if a part was trained on other data, or with other options."""
     config = config_of(options, BASELINE, options.seeds[0])
-    train_sha256 = Loader(config, "train", Ranks()).meta["train_sha256"]
+    data_meta = Loader(config, "train", Ranks()).meta
+    if options.init_from is not None:
+        check_base(options, config, data_meta)
+    train_sha256 = data_meta["train_sha256"]
     for seed in options.seeds:
         for arm in (BASELINE, *options.arms):
             for part in parts_of_run(options, arm, seed):
                 check_folder(config_of(options, part.arm, seed), part, train_sha256)
+
+
+def check_base(options: Options, config: TrainConfig, data_meta: dict) -> None:
+    """Raise ValueError if the base is of another tokenizer than the data, or has a shorter context."""
+    train.fit_to_data(config, data_meta, resumed_meta=read_base(options.init_from).meta)
+    if config.seq_len > config.n_positions:
+        raise ValueError(f"--init-from {options.init_from}: has {config.n_positions} positions, and --size "
+                         f"{options.size} trains sequences of {config.seq_len}; name a base with as many")
 
 
 def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
