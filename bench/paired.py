@@ -738,8 +738,8 @@ def lines_about_left_out(runs: list[dict]) -> list[str]:
         if not reason and not is_finite(run):
             reason = f"the loss of {run['arm']} is not finite at its end"
         if reason:
-            lines.append(f"{run['size']} seed {run['seed']} {run['arm']}, {run['tokens']:,} tokens from "
-                         f"{run['start']:g} to {run['stop']:g}: left out, {reason}")
+            lines.append(f"{describe_size(run)} seed {run['seed']} {run['arm']}, {run['tokens']:,} tokens "
+                         f"from {run['start']:g} to {run['stop']:g}: left out, {reason}")
     return lines
 
 
@@ -796,8 +796,8 @@ def is_fine_tuning(row: dict) -> bool:
 
 
 def describe_trained(row: dict) -> str:
-    """Return which weights fine-tuning trains: "LoRA 16", or "all"."""
-    return f"LoRA {row['lora_rank']}" if "lora_rank" in row else "all"
+    """Return what fine-tuning trains: "LoRA 16", or "full" for all weights."""
+    return f"LoRA {row['lora_rank']}" if "lora_rank" in row else "full"
 
 
 def interval_of(values: list[float]) -> list[float] | None:
@@ -928,7 +928,7 @@ def main_table(rows: list[dict]) -> str:
 
 
 def describe_size(row: dict) -> str:
-    """Return the size of a row, and of fine-tuning its base and what is trained: "124m, 6a1c0f2e, all"."""
+    """Return the size of a row, and of fine-tuning its base and what is trained: "124m, 6a1c0f2e, full"."""
     if not is_fine_tuning(row):
         return row["size"]
     return f"{row['size']}, {row['base_sha256'][:8]}, {describe_trained(row)}"
@@ -1012,8 +1012,8 @@ def check_machine(options: Options, arm: str) -> None:
         device = models.pick_device(config.device)
         recipes.check_machine(config, device)
         check_model(config, device)
-        if options.lora_rank is not None:
-            models.resolve_config(config.model, config, use_fp8=True, saved=None)  # checks the rank
+        if options.init_from is not None:  # the model must have what the base has, and the rank be one
+            models.resolve_config(config.model, config, use_fp8=True, saved=None)
     except ValueError as error:
         raise ValueError(f"--arms {arm}: {error}") from None
 
