@@ -48,11 +48,12 @@ def weights_in(folder, step) -> dict:
     return checkpoint.read_tensors(found)
 
 
-def test_every_run_begins_with_the_weights_of_the_base(study, base, tokens):
+def test_every_run_begins_with_the_weights_of_the_base(study, base):
     code, runs = study("--seeds", "1", "2")
     assert code == 0
     assert [(run["arm"], run["seed"]) for run in runs] == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)]
     assert len({run["shared_weights"] for run in runs}) == 1
+    assert len({run["base_sha256"] for run in runs}) == 1
     assert len({run["losses"][0] for run in runs}) == 4, "a seed has its own batches, an arm its precision"
     expected = weights_in(base, 3)
     for first in Path("study").iterdir():
@@ -64,6 +65,7 @@ def test_every_run_begins_with_the_weights_of_the_base(study, base, tokens):
 def test_both_runs_train_the_same_adapters_alone(study, base):
     code, runs = study("--seeds", "1", "2", "--lora-rank", "16", "--arms", "fp8", "fp8-frozen")
     assert code == 0
+    assert len({run["base_sha256"] for run in runs}) == 1 and {run["lora_rank"] for run in runs} == {16}
     for seed in (1, 2):
         assert len({run["shared_weights"] for run in runs if run["seed"] == seed}) == 1
     assert len({run["shared_weights"] for run in runs}) == 2, "a seed draws its own adapters"
