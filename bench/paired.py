@@ -28,8 +28,8 @@ The kit's arms train with train.py's own step. So does nanoGPT, in float32 weigh
 weights and moments are the kit's under other names.
 
 With --init-from all runs, BF16's too, begin with the weights of the base: a run of train.py, or a step-<n> of
-one. The model has the sizes of the base, and --size gives only how it is trained: micro-batches, sequence
-length, warm-up and validation tokens. The seed orders the batches.
+one. The model is that of the base, and --size says only how it is trained: micro-batches, sequence length,
+warm-up and validation tokens. The seed orders the batches.
 
 With --lora-rank both runs of a pair train adapters alone, by the edit `lora`, and the seed draws them. In the
 arm `fp8` the weights of the base stay in BF16, which each step quantizes (the default of train.py); in
@@ -257,7 +257,7 @@ def validation_file(part: Part) -> Path:
 def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
     if options.init_from is not None:
-        fields |= read_base(options.init_from).sizes
+        fields |= read_base(options.init_from).architecture
     config = TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
     baseline = TrainConfig(**SIZES[options.size] | ARMS[BASELINE] | fields)
     needs_te = config.fp8_recipe in ("current", "block")
@@ -274,11 +274,11 @@ class Base(NamedTuple):
 
     folder: Path  # its checkpoint
     meta: dict  # meta.json of that
-    sha256: str  # of its weights
+    sha256: str  # of the files with its weights
 
     @property
-    def sizes(self) -> dict:
-        """Options of train.py that give a model the tensors of the base."""
+    def architecture(self) -> dict:
+        """The options of train.py for a model with the tensors of the base."""
         model_config = self.meta["model_config"]
         return {name: model_config[name] for name in MUST_MATCH if name in model_config}
 
@@ -974,8 +974,8 @@ def check_options(options: Options) -> None:
     if BASELINE in options.arms:
         raise ValueError(f"--arms {BASELINE}: is the baseline, which is trained anyway; name others, or fp8")
     if options.init_from is not None:
-        read_base(options.init_from)
-    check_adapters(options)
+        read_base(options.init_from)  # raises ValueError if it is no run
+    check_fine_tuning(options)
     check_once("--arms", options.arms)
     check_once("--seeds", options.seeds)
     check_once("--tokens", [single.steps for single in options.one_length_each()], unit=" steps")
@@ -987,11 +987,13 @@ def check_options(options: Options) -> None:
         check_machine(options, arm)
 
 
-def check_adapters(options: Options) -> None:
-    """Raise ValueError for arms that train adapters without a base, or that cannot train them."""
+def check_fine_tuning(options: Options) -> None:
+    """Raise ValueError for adapters without a base, and for arms that --init-from or --lora-rank exclude."""
     if options.lora_rank is not None and options.init_from is None:
         raise ValueError(f"--lora-rank {options.lora_rank}: adapters need a base; pass --init-from, too")
     for arm in options.arms:
+        if arm == "nanogpt" and options.init_from is not None:
+            raise ValueError(f"--arms {arm}: begins with random weights; leave it out, or --init-from")
         if arm == "fp8-frozen" and options.lora_rank is None:
             raise ValueError(f"--arms {arm}: keeps the base of adapters in FP8; pass --lora-rank 16, too")
         if "model" in ARMS[arm] and options.lora_rank is not None:
@@ -1012,8 +1014,8 @@ def check_machine(options: Options, arm: str) -> None:
         device = models.pick_device(config.device)
         recipes.check_machine(config, device)
         check_model(config, device)
-        if options.init_from is not None:  # the model must have what the base has, and the rank be one
-            models.resolve_config(config.model, config, use_fp8=True, saved=None)
+        if options.lora_rank is not None:
+            models.resolve_config(config.model, config, use_fp8=True, saved=None)  # refuses a wrong rank
     except ValueError as error:
         raise ValueError(f"--arms {arm}: {error}") from None
 

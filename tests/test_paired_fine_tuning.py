@@ -176,13 +176,16 @@ def test_measured_md_has_fine_tuning(monkeypatch):
     ("--data other", "--data other: tokenized with other, but the run uses byte"),
     ("--size 124m", "has 64 positions, and --size 124m trains sequences of 1024"),
     ("--arms fp8-frozen", "--arms fp8-frozen: keeps the base of adapters in FP8; pass --lora-rank 16, too"),
+    ("--arms nanogpt", "--arms nanogpt: begins with random weights; leave it out, or --init-from"),
     ("--lora-rank 10", "lora_rank=10: must be a multiple of 16"),
     ("--lora-rank 16 --arms fp8-weights", "--arms fp8-weights: trains another model than the edit lora")])
-def test_a_base_that_does_not_fit_is_one_line(base, tokens, refused, arguments, complaint):
+def test_a_base_that_does_not_fit_is_one_line(
+        base, tokens, refused, monkeypatch, arguments, complaint):
     shutil.copytree(tokens, "other")
     meta = json.loads(Path("other/meta.json").read_text())
     meta["tokenizer"] = "other"
     Path("other/meta.json").write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
+    monkeypatch.setenv("NANOGPT", "nanoGPT")
     command = f"--size tiny --data {tokens} --init-from {base} --json study.json --out-dir study {arguments}"
     assert complaint in refused(paired.main, command, "bench/paired.py")
 
