@@ -848,8 +848,7 @@ def single_figures():
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
     attention, memory, edits, whole_runs, difference_over_run, windows, parts_of_last_quarter,
-    fine_tuning,
-    compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
+    fine_tuning, compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]
 
