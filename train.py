@@ -149,9 +149,9 @@ def with_cuda_graphs(model, optimizer, functions: StepFunctions) -> StepFunction
     def tensors_to_keep():  # a graph knows them by address only, so they must live as long as it does
         return [*recipes.engine_tensors(model), *functions.fp8_state.graph_tensors()]
 
-    # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two calls of a pair run
-    # from Python, then it is captured. Gradients, moments and learning rate are tensors, whose new values a
-    # replay reads.
+    # One graph for each pair of is_first_microbatch and is_last_microbatch. The first two steps run from
+    # Python, then the pairs are captured. Gradients, moments and learning rate are tensors, whose new values
+    # a replay reads.
     forward_backward = CudaGraph(functions.forward_backward, tensors_to_keep)
     update = functions.update
     if optimizer.capturable:  # Muon is not: its update runs from Python

@@ -11,7 +11,8 @@ CUDA graph is one launch. Three ideas:
 - The first two calls run the function without a capture. They are real steps, so nothing has to be restored;
   they allocate state, compile kernels and select algorithms, which a capture cannot.
 - Keyword arguments select a graph, and each combination has its own. So a step of 64 micro-batches is three
-  graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks.
+  graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks. None is
+  captured before each combination so far has had two calls.
 - All memory that a replay reads or writes lives as long as the graphs. The first two calls and the capture
   allocate from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8
   state.
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-EAGER_CALLS = 2  # before a capture
+EAGER_CALLS = 2  # of each variant, before a capture
 
 
 @dataclass
@@ -88,7 +89,7 @@ class CudaGraph:
         if variant.shapes != shapes:
             raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {variant.shapes}; "
                              "pass tensors of one shape, or call recapture()")
-        if variant.eager_calls < EAGER_CALLS:
+        if variant.graph is None and not self._can_capture():
             variant.eager_calls += 1
             return self._run(arguments, options)
         if variant.graph is None:
@@ -97,6 +98,15 @@ class CudaGraph:
             static.copy_(tensor, non_blocking=True)
         variant.graph.replay()
         return copy_of(variant.output)
+
+    def _can_capture(self) -> bool:
+        """Return whether every variant so far has had its calls without a graph.
+
+        A function may hand memory to its next call, as FSDP2 hands a sum of gradients from micro-batch to
+        micro-batch. If the second micro-batch were captured in an earlier step than the first, its graph
+        would add to the sum of that step, but the graph of the first begins another one.
+        """
+        return all(variant.eager_calls >= EAGER_CALLS for variant in self.variants.values())
 
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""

@@ -96,6 +96,26 @@ def test_what_happens_between_steps_changes_nothing(optimizer, between):
 
 
 @gpu
+def test_a_call_gets_what_the_call_before_made():
+    """Calls of a step add to a sum that the first one makes, as FSDP2's micro-batches do. Each step has
+    another memory for it until the calls are captured."""
+    sums = []
+
+    def add(x, *, is_first, is_last):
+        if is_first:
+            sums.append(torch.zeros_like(x))
+            del sums[:-2]  # the sum of the step before lives on, in other memory
+        return sums[-1].add_(x)
+
+    graph = CudaGraph(add)
+    for step in range(1, 7):
+        x = torch.full((8,), float(step), device="cuda")
+        for call in range(5):
+            total = graph(x, is_first=(call == 0), is_last=(call == 4))
+        assert (total == 5 * step).all(), step
+
+
+@gpu
 def test_steps_of_two_lengths_share_one_model():
     """Each length has graphs of its own."""
     eager, graphed = make_training(graphs=False, optimizer="muon"), make_training(optimizer="muon")

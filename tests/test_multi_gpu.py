@@ -15,7 +15,7 @@ STEPS = 200
 OPTIONS = (f"--n-layer 4 --n-head 4 --n-embd 256 --seq-len 256 --max-steps {STEPS} --warmup-steps 20 "
            "--lr 1e-3 --fp8-amax-history-len 16 --log-interval 1 --eval-interval 0 "
            "--checkpoint-interval 100 --keep-checkpoints 9")
-ONE, HALF, QUARTER = (f"--micro-batch-size {size}" for size in (16, 8, 4))
+ONE, HALF, QUARTER, EIGHTH = (f"--micro-batch-size {size}" for size in (16, 8, 4, 2))
 BF16 = "--fp8-recipe none"
 BIASES = f"{BF16} --bias --no-use-rmsnorm --no-use-rotary"  # biases that FSDP2 frees
 UNTIED = f"{BIASES} --no-tie-embeddings"
@@ -29,6 +29,7 @@ TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "ddp": HALF, "ddp-bf16": f"{HALF} {BF16}", "ddp-accum": f"{QUARTER} --grad-accum 2",
     "fsdp": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp",
+    "fsdp-accum4": f"{EIGHTH} --grad-accum 4 --parallel fsdp",  # three graphs
     "fsdp-biases": f"{HALF} --parallel fsdp {BIASES}", "fsdp-untied": f"{HALF} --parallel fsdp {UNTIED}",
     "fsdp-muon": f"{HALF} --parallel fsdp {MUON}",
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
