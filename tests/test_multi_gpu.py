@@ -6,6 +6,7 @@ import statistics
 import sys
 
 import pytest
+import torch
 
 from nanote.logs import read_metrics
 from trainer_tools import ROOT, RUN_ALL, finish, metrics, start_ranks
@@ -161,12 +162,13 @@ parallel.end_process(0)
 """
 
 
-def start(runs, options, gpus):
-    """Start train.py's runs on some of the machine's GPUs."""
+def start(runs, options, gpus, last_step=STEPS, machines=1, program=WORKER):
+    """Start train.py's runs on some of the machine's GPUs, as if these were in several machines."""
     runs = {name: extra if "--resume" in extra else f"{options} {extra}" for name, extra in runs.items()}
-    command = [sys.executable, "-c", WORKER, str(ROOT), json.dumps(runs), f"step-{STEPS}"]
-    return start_ranks(command, len(gpus.split(",")), CUDA_VISIBLE_DEVICES=gpus,
-                       LOCAL_WORLD_SIZE=str(len(gpus.split(","))))
+    command = [sys.executable, "-c", program, str(ROOT), json.dumps(runs), f"step-{last_step}"]
+    count = len(gpus.split(","))
+    return start_ranks(
+        command, count, CUDA_VISIBLE_DEVICES=gpus, LOCAL_WORLD_SIZE=str(count // machines))
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +228,78 @@ def test_gathered_bytes_are_those_of_the_whole_weight(printed):
         assert numbers[0] == pytest.approx(bf16_numbers[0], rel=1e-3)
         for step, expected in zip(numbers, bf16_numbers, strict=True):
             assert step == pytest.approx(expected, rel=0.1)
+
+
+# ---------------------------------------------------------------- four GPUs
+
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+FOUR_STEPS = 30
+FOUR_OPTIONS = f"{OPTIONS} --max-steps {FOUR_STEPS} --checkpoint-interval 15"
+ORDERS = {  # of summation, on one GPU: "one" in one micro-batch
+    "one": ONE, "quarters": f"{QUARTER} --grad-accum 4", "eighths": f"{EIGHTH} --grad-accum 8"}
+ON_FOUR = {
+    "ddp": QUARTER, "ddp-accum": f"{EIGHTH} --grad-accum 2",
+    "fsdp": f"{QUARTER} --parallel fsdp",
+    "fsdp-accum": "--micro-batch-size 1 --grad-accum 4 --parallel fsdp"}
+AS_TWO_MACHINES = {
+    "hsdp": f"{QUARTER} --parallel hsdp", "hsdp-accum": f"{EIGHTH} --grad-accum 2 --parallel hsdp",
+    "machines-ddp": QUARTER}
+BY_PRECISION = {"fp8": "", "bf16": BF16}
+
+
+def of_both_precisions(runs: dict) -> dict:
+    return {f"{precision}-{name}": f"{options} {extra}" for precision, extra in BY_PRECISION.items()
+            for name, options in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def printed_on_four(tmp_path_factory, tokens):
+    """Make the runs that the tests compare; return what the checks of four GPUs printed."""
+    folder = tmp_path_factory.mktemp("four")
+    options = f"{FOUR_OPTIONS} --data {tokens}"
+    without_checks = f"{RUN_ALL}\nparallel.end_process(0)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        finish(start(of_both_precisions(ORDERS), options, "0", program=without_checks))
+        output = "".join(finish(start(of_both_precisions(ON_FOUR), options, "0,1,2,3")))
+        finish(start(of_both_precisions(AS_TWO_MACHINES), options, "0,1,2,3", machines=2,
+                     program=without_checks))
+        resumed = {f"fp8-{name}-to-two": "--resume --grad-accum 2" for name in ("fsdp", "hsdp")}
+        finish(start(resumed, options, "0,1", FOUR_STEPS, program=without_checks))
+        yield output
+
+
+@needs_four
+@pytest.mark.parametrize("precision", BY_PRECISION)
+@pytest.mark.parametrize("run", [*ON_FOUR, *AS_TWO_MACHINES])
+def test_four_gpus_train_as_one(printed_on_four, run, precision):
+    """The tolerance is how far two orders of summation on one GPU are from a third. In FP8 scales are updated
+    once a micro-batch, too."""
+    one = f"{precision}-one"
+    scatter = max(distance(f"{precision}-{other}", one) for other in ("quarters", "eighths"))
+    factor = 3 if precision == "fp8" else 2
+    assert distance(f"{precision}-{run}", one) <= factor * scatter
+    assert metrics(f"{precision}-{run}")[0]["loss"] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)
+
+
+@needs_four
+@pytest.mark.parametrize("run", ["fsdp", "hsdp"])
+def test_two_gpus_resume_a_run_of_four(printed_on_four, run):
+    scatter = distance("fp8-quarters", "fp8-one")
+    assert distance(f"fp8-{run}-to-two", "fp8-one") <= 3 * scatter
+
+
+@needs_four
+def test_four_gpus_have_the_same_weights(printed_on_four):
+    """And the same optimizer state, whether each updates a part of them or all; gathered FP8 weights have the
+    bytes of the whole weight."""
+    of_ranks = [[json.loads(line) for line in re.findall(rf"rank {rank}: (.+)", printed_on_four)]
+                for rank in range(4)]
+    for found in of_ranks:
+        assert found == of_ranks[0]
+        for _, same_weights, same_states, _ in found:
+            assert same_weights and same_states
+    gathers = [json.loads(line) for line in re.findall("gathers: (.+)", printed_on_four)]
+    assert len(gathers) == 4
+    for is_same, _, _ in gathers:
+        assert len(is_same) == 2 * 4 + 1 and all(is_same)
