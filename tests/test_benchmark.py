@@ -16,7 +16,18 @@ import torch
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, first_commits, minimal, paired, pictures, plain_gpt, report, step, turns
+from bench import (
+    attention,
+    first_commits,
+    minimal,
+    multi_gpu,
+    paired,
+    pictures,
+    plain_gpt,
+    report,
+    step,
+    turns,
+)
 from bench.attention import Shape
 from bench.step import arm_config
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -221,6 +232,12 @@ def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refus
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
     line = refused(module.main, arguments, command)
     assert complaint in line and line.count(f"{command}: ") == 1
+
+
+def test_efficiency_of_gpus_is_that_of_the_slowest_one():
+    """Beside the mean speed of each GPU alone, 1 / 10 and 1 / 30 steps a ms."""
+    times_of_ranks = [{"one": [10, 10], "all": [12, 25]}, {"one": [30, 30], "all": [20, 25]}]
+    assert multi_gpu.interval_of_efficiency(times_of_ranks) == pytest.approx([15 / 25, 15 / 20])
 
 
 def test_turns_with_an_error_end_with_1(in_tmp_path, monkeypatch):
