@@ -550,6 +550,37 @@ def fine_tuning():
         sorted(rows, key=lambda row: (row["base"], row["trained"], row["tokens"], row["arm"])))
 
 
+def runs_of_one_seed():
+    """The runs of results/one_seed.json, and of results/paired.json those from the same weights."""
+    content = read("one_seed")
+    runs = list(content["runs"])
+    for run in find(read("paired")["runs"], size="124m", tokens=100_007_936, start=0.0, stop=1.0):
+        if run["arm"] in ("bf16", "fp8"):
+            runs.append(run | {"run": "`fast_kernels`", "fp8": run["arm"] == "fp8"})
+    first_losses = {run["seed"]: run["losses"] for run in runs if run["arm"] == "bf16"}
+    rows = []
+    for run in runs:
+        differences = [own - first for own, first in zip(run["losses"], first_losses[run["seed"]])]
+        row = {"seed": run["seed"], "run": run["run"], "precision": "FP8" if run["fp8"] else "BF16",
+               "commit": run["commit"][:7], "val_loss": run["val_loss"]}
+        for title, first_step, last_step in (("early", 191, 267), ("late", 382, 458), ("end", 688, 763)):
+            part = differences[first_step - 1:last_step]
+            row[title] = f"{statistics.mean(part):+.3f}" if last_step <= len(differences) else "-"
+        rows.append(row)
+    return section(
+        "Runs of one seed",
+        f"""GPT-2 124M, 100 M tokens, corpus 85ce9021, on H200s. All runs of a seed train on the same batches,
+        and those of today's kit begin with the same weights. Mean training loss above that of the BF16 run on
+        `fast_kernels`, in nats; the other BF16 runs compute the same but for rounding. Runs without a last
+        tenth were stopped after 60 % of the steps. Those of commit 9291634 are the whole runs above; version
+        0.1's are of its train.py; the script of the others is {content["script"]}.""",
+        ["one_seed", "paired"],
+        {"seed": "{seed}", "run": "{run}", "in": "{precision}", "commit": "{commit}",
+         "steps 191 to 267": "{early}", "382 to 458": "{late}", "688 to 763": "{end}",
+         "validation loss": "{val_loss:.4f}"},
+        sorted(rows, key=lambda row: (row["seed"], row["precision"], row["late"])))
+
+
 def windows():
     content = read_pairs()
     rows = [row for row in find(add_seeds(content["rows"]), arm="fp8") if not paired.is_whole_run(row)]
@@ -847,7 +878,8 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits, whole_runs, difference_over_run, windows, parts_of_last_quarter,
+    attention, memory, edits, whole_runs, difference_over_run, runs_of_one_seed, windows,
+    parts_of_last_quarter,
     fine_tuning, compiled, compile_modes, several_gpus, gpt2_losses, small_losses, stability, accumulation,
     emulation, single_figures,
 ]
