@@ -535,8 +535,8 @@ def fine_tuning_speed():
         that of 70B while its CPU cores tokenized.""",
         ["finetune"],
         {"shape": "{model}", "arm": "`{arm}`", "million parameters trained": "{millions_trained}",
-         "ms": "{ms:.1f}", "tokens/s": "{tokens_per_s:,.0f}", "× PEFT": "{over_peft}", "× `fp8`": "{over_full}",
-         "GiB": "{peak_gib:.1f}"},
+         "ms": "{ms:.1f}", "tokens/s": "{tokens_per_s:,.0f}", "× PEFT": "{over_peft}",
+         "× `fp8`": "{over_full}", "GiB": "{peak_gib:.1f}"},
         sorted(rows, key=lambda row: (row["model"], row["tokens_per_s"])))
 
 
