@@ -15,7 +15,8 @@ scaling stay as they are.
 - dgrad in float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
   has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit uses fast accumulation where K <= 3,072 if timing
   finds it faster.
-- Forward pass in float32: no forward GEMM uses fast accumulation. Here and in Transformer Engine all do.
+- Forward pass in float32: no forward GEMM uses fast accumulation. In `fp8` all do, as in Transformer
+  Engine.
 - Scales of 1: the first batch does not find the scales, as in Transformer Engine.
 - Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
   probabilities that make its mean exact; before that it is rounded to float16, which has 256 values between

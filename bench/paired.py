@@ -31,8 +31,8 @@ With --init-from all runs, BF16's too, begin with the weights of the base: a run
 one. The model is that of the base, and --size says only how it is trained: micro-batches, sequence length,
 warm-up and validation tokens. The seed orders the batches.
 
-With --lora-rank both runs of a pair train adapters alone, by the edit `lora`, and the seed draws them. In the
-arm `fp8` the weights of the base stay in BF16, which each step quantizes (the default of train.py); in
+With --lora-rank both runs of a pair train adapters alone, by the edit `lora`; the seed initializes them. In
+the arm `fp8` the weights of the base stay in BF16, which each step quantizes (the edit's default); in
 `fp8-frozen` they are in FP8 alone (--set lora_base=fp8).
 
 An arm is a set of options of train.py, below in ARMS. The kit's arms train model_te_fast.py where it runs,
@@ -40,9 +40,9 @@ but `fp8-optimized`, `fp8-current` and `fp8-block` train Transformer Engine's mo
 functions (bench/fp8_arms.py):
 
     fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
-    fp8-no-operand                                 both in BF16: what is left is the path around the GEMMs
+    fp8-no-operand                                 both operands in BF16: FP8's kernels around the GEMMs
     fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
-    fp8-forward-float32                            none in the forward pass, where TE has it too
+    fp8-forward-float32                            no fast accumulation in the forward pass; TE has it there
     fp8-scales-1                                   scales start at 1; else the first batch finds them
     fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
 
@@ -997,8 +997,8 @@ def check_fine_tuning(options: Options) -> None:
         if arm == "fp8-frozen" and options.lora_rank is None:
             raise ValueError(f"--arms {arm}: keeps the base of adapters in FP8; pass --lora-rank 16, too")
         if "model" in ARMS[arm] and options.lora_rank is not None:
-            raise ValueError(f"--arms {arm}: trains another model than the edit lora; leave it out, or "
-                             "--lora-rank")
+            raise ValueError(f"--arms {arm}: names a model, and --lora-rank another; leave out one of "
+                             "them")
 
 
 def check_once(flag: str, values: list, unit: str = "") -> None:

@@ -8,13 +8,13 @@ Copy this file into a loop of your own: it needs PyTorch only. Without a GPU the
 Python needs longer to launch the thousand kernels of a small model's step than the GPU needs to run them. A
 CUDA graph is one launch. Three ideas:
 
-- The first two calls run the function without a capture. They are real steps, so nothing has to be restored;
-  they allocate state, compile kernels and select algorithms, which a capture cannot.
 - Keyword arguments select a graph, and each combination has its own. So a step of 64 micro-batches is three
-  graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks. None is
-  captured before each combination so far has had two calls.
-- All memory that a replay reads or writes lives as long as the graphs. The first two calls and the capture
-  allocate from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8
+  graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks.
+- Calls run the function without a capture until each combination so far has had two of them. They are real
+  steps, so nothing has to be restored; they allocate state, compile kernels and select algorithms, which a
+  capture cannot.
+- All memory that a replay reads or writes lives as long as the graphs. These calls and the capture allocate
+  from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8
   state.
 
 Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.

@@ -178,7 +178,7 @@ def test_measured_md_has_fine_tuning(monkeypatch):
     ("--arms fp8-frozen", "--arms fp8-frozen: keeps the base of adapters in FP8; pass --lora-rank 16, too"),
     ("--arms nanogpt", "--arms nanogpt: begins with random weights; leave it out, or --init-from"),
     ("--lora-rank 10", "lora_rank=10: must be a multiple of 16"),
-    ("--lora-rank 16 --arms fp8-weights", "--arms fp8-weights: trains another model than the edit lora")])
+    ("--lora-rank 16 --arms fp8-weights", "--arms fp8-weights: names a model, and --lora-rank another")])
 def test_a_base_that_does_not_fit_is_one_line(
         base, tokens, refused, monkeypatch, arguments, complaint):
     shutil.copytree(tokens, "other")
