@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 bench/multi_gpu.py --json results/multi_gpu.json
 
 `efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
-the same micro-batch; both steps take turns, and a figure is the median of their steps. `efficiency_interval`
-is the 95 % interval of the median over pairs of steps. Layouts:
+the same micro-batch; both steps take turns. It is the median over pairs of steps, in which the slowest GPU
+counts, and `efficiency_interval` its 95 % interval. Times and tokens/s are medians of steps. Layouts:
 
 - ddp      gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
 - fsdp     FSDP2
@@ -136,17 +136,18 @@ def measure_row(layout, config, options, device) -> dict:
     speeds_alone = [1e3 * tokens / ms for ms in over_ranks(ms_one)]
     mean_alone = statistics.mean(speeds_alone)
     together_per_gpu = 1e3 * tokens / max(over_ranks(ms_all))
+    efficiencies = efficiencies_of_steps(over_ranks(times))
     return {
         "ms_one": ms_one, "ms_all": ms_all, "tokens_per_s_per_gpu": together_per_gpu,
         "tokens_per_s_one_gpu": mean_alone, "slowest_gpu": min(speeds_alone) / mean_alone,
-        "efficiency": together_per_gpu / mean_alone,
-        "efficiency_interval": interval_of_efficiency(over_ranks(times)),
+        "efficiency": statistics.median(efficiencies),
+        "efficiency_interval": measure.interval_of_median(efficiencies),
         "peak_gib": peak, "loss": loss, "grad_norm": norm,
         "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
 
 
-def interval_of_efficiency(times_of_ranks: list[dict]) -> list[float]:
-    """Return the 95 % interval of the median efficiency of a pair of steps that took turns.
+def efficiencies_of_steps(times_of_ranks: list[dict]) -> list[float]:
+    """Return the efficiency of each pair of steps that took turns.
 
     times_of_ranks: for each rank {"one": ms of its steps alone, "all": ms of its steps with the others}.
     """
@@ -156,7 +157,7 @@ def interval_of_efficiency(times_of_ranks: list[dict]) -> list[float]:
     for alone_ms, together_ms in zip(alone_by_step, together_by_step):
         mean_speed_alone = statistics.mean(1 / ms for ms in alone_ms)
         efficiencies.append(1 / max(together_ms) / mean_speed_alone)
-    return measure.interval_of_median(efficiencies)
+    return efficiencies
 
 
 def check_agreement(found, expected, config) -> None:

@@ -27,9 +27,10 @@ batch. A part that was cut continues with all that it saved, the scales too.
 The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
 weights and moments are the kit's under other names.
 
-With --init-from all runs, BF16's too, begin with the weights of the base: a run of train.py, or a step-<n> of
-one. The model is that of the base, and --size says only how it is trained: micro-batches, sequence length,
-warm-up and validation tokens. The seed orders the batches.
+With --init-from all runs, BF16's too, begin with the weights of the base: a step-<n> of a run of train.py, or
+its newest one. It has to stay until the study is complete. The model is that of the base, and --size says
+only how it is trained: micro-batches, sequence length, warm-up and validation tokens. The seed orders the
+batches.
 
 With --lora-rank both runs of a pair train adapters alone, by the edit `lora`; the seed initializes them. In
 the arm `fp8` the weights of the base stay in BF16, which each step quantizes (the edit's default); in
@@ -291,7 +292,10 @@ def read_base(source: str) -> Base:
     except ValueError:
         raise ValueError(f"--init-from {source}: holds no checkpoint; name a run of train.py, or a step-<n> "
                          "of one") from None
-    return Base(folder, checkpoint.read_meta(folder), adapters.checksum_of_weights(folder))
+    meta = checkpoint.read_meta(folder)
+    if "base" in meta:
+        raise ValueError(f"--init-from {source}: holds adapters; name the run that is their base")
+    return Base(folder, meta, adapters.checksum_of_weights(folder))
 
 
 @functools.cache
@@ -649,7 +653,7 @@ class Pair(NamedTuple):
 class Group(NamedTuple):
     """The runs of a row: those of an arm that differ in their seed alone, one per seed."""
 
-    fields: dict  # "arm" and PAIR_FIELDS
+    fields: dict  # "arm" and those of PAIR_FIELDS that the runs have
     pairs: list[Pair]
     diverged: list[dict]  # runs of the arm that are not finite at their end, while BF16's are
 

@@ -53,9 +53,11 @@ class CudaGraph:
     A capture fixes everything else: Python in the function does not run again. The shapes of the arguments,
     the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
     require gradients, and where parameters, gradients and optimizer state are in memory stay as they were.
-    After a change of any of these call `recapture()`. A learning rate has to be a tensor. Gradients that the
-    function makes and also frees, by zero_grad(), need nothing. Others must keep their memory between calls:
-    use zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
+    After a change of any of these call `recapture()`. With keywords that do not come again, such as those of
+    a warm-up, call the function itself: the graph would wait for their second call. A learning rate has to be
+    a tensor. Gradients that the function makes and also frees, by zero_grad(), need nothing. Others must keep
+    their memory between calls: use zero_grad(set_to_none=False), or tensors of your own as
+    nanote.ddp.Gradients does.
     """
 
     def __init__(self, function, keep=None):

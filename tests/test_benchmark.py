@@ -237,7 +237,7 @@ def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refus
 def test_efficiency_of_gpus_is_that_of_the_slowest_one():
     """Beside the mean speed of each GPU alone, 1 / 10 and 1 / 30 steps a ms."""
     times_of_ranks = [{"one": [10, 10], "all": [12, 25]}, {"one": [30, 30], "all": [20, 25]}]
-    assert multi_gpu.interval_of_efficiency(times_of_ranks) == pytest.approx([15 / 25, 15 / 20])
+    assert multi_gpu.efficiencies_of_steps(times_of_ranks) == pytest.approx([15 / 20, 15 / 25])
 
 
 def test_turns_with_an_error_end_with_1(in_tmp_path, monkeypatch):
@@ -286,7 +286,8 @@ def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
 
 
 def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
-    """A window and another arm are not drawn. One or two seeds have a line each, three a mean and a band."""
+    """Windows, other arms and fine-tuning are not drawn. One or two seeds have a line each, three a mean and
+    a band."""
     bf16 = [10 / step for step in range(1, 346)]
     runs = []
     for seed in (1, 2, 3):
@@ -295,6 +296,8 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
         runs.append(paired_run("fp8-e4m3", seed, [loss + 1 for loss in bf16], 45e6))
     for arm, start, gap in (("bf16", 0.0, 0.0), ("fp8", 0.0, 0.1), ("bf16", 0.75, 0.0), ("fp8", 0.75, 5.0)):
         runs.append(paired_run(arm, 1, [2.0 + gap] * 100, 1e8, "350m", start))
+    for arm, gap in (("bf16", 0.0), ("fp8", 7.0)):
+        runs.append(paired_run(arm, 1, [2.0 + gap] * 100, 1e8) | {"base_sha256": "a" * 64})
     figures = []
     make_figure = pictures.make_figure
 

@@ -132,6 +132,18 @@ def test_each_base_and_rank_has_its_own_row():
         "124m, aaaaaaaa, LoRA 32"]
 
 
+def test_a_slope_is_that_of_the_same_base():
+    """The training loss falls by 0.2 from 20,000 to 40,000 tokens."""
+    runs = []
+    for tokens, fall in ((20_000, 0.0), (40_000, 0.2)):
+        runs += [run_of("bf16", 1, 2.0 - fall, tokens=tokens, **FULL),
+                 run_of("fp8", 1, 2.01 - fall, tokens=tokens, **FULL)]
+    alone = paired.summarize(runs)
+    other = [run_of("bf16", 1, 1.0, tokens=30_000, **LORA), run_of("fp8", 1, 1.1, tokens=30_000, **LORA)]
+    assert paired.summarize(runs + other)[:2] == alone
+    assert [row["slope_tokens"] for row in alone] == [40_000, 20_000]
+
+
 def test_rows_from_random_weights_stay_as_they_are():
     """Byte for byte, those of results/paired.json."""
     content = measured.read_pairs()
@@ -188,6 +200,14 @@ def test_a_base_that_does_not_fit_is_one_line(
     monkeypatch.setenv("NANOGPT", "nanoGPT")
     command = f"--size tiny --data {tokens} --init-from {base} --json study.json --out-dir study {arguments}"
     assert complaint in refused(paired.main, command, "bench/paired.py")
+
+
+def test_a_run_of_adapters_is_no_base(base, tokens, refused):
+    model = paired.model_with_adapters("optimized")
+    options = f"{BASE} --seq-len 64 --init-from {base} --out-dir adapters --model {model} --set lora_rank=16"
+    assert run_train(options, tokens) == 0
+    command = f"--size tiny --data {tokens} --init-from adapters --json study.json --out-dir study"
+    assert "--init-from adapters: holds adapters" in refused(paired.main, command, "bench/paired.py")
 
 
 def test_adapters_without_a_base_are_refused(tokens, refused):
