@@ -6,22 +6,21 @@
 An arm replaces functions of this process, most of them of `fast_kernels`. The modules and their delayed
 scaling stay as they are.
 
-- One operand in FP8: it is quantized by the same kernels and scales as in the arm fp8. The other operand of a
-  GEMM is the BF16 tensor that would have been quantized. The GEMM is PyTorch's, of BF16 tensors: the FP8
-  operand is dequantized for it, and there is no fast accumulation. wgrad is rounded to BF16, as in BF16
-  training.
-- No operand in FP8: the same with both operands in BF16. What differs from BF16 training are the kernels
+- fp8-activations, -weights, -gradients: one operand of each GEMM is quantized by the same kernels and scales
+  as in the arm fp8. The other one is the BF16 tensor that would have been quantized. The GEMM is PyTorch's,
+  of BF16 tensors: the FP8 operand is dequantized for it, and there is no fast accumulation. wgrad is rounded
+  to BF16, as in BF16 training.
+- fp8-no-operand: the same with both operands in BF16. What differs from BF16 training are the kernels
   around the GEMMs.
-- dgrad in float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
+- fp8-dgrad-float32: no dgrad GEMM uses fast accumulation. That is Transformer Engine's default, whose recipe
   has `fp8_gemm_dgrad.use_split_accumulator=True`. The kit uses fast accumulation where K <= 3,072 if timing
   finds it faster.
-- Forward pass in float32: no forward GEMM uses fast accumulation. In `fp8` all do, as in Transformer
-  Engine.
-- Scales of 1: the first batch does not find the scales, as in Transformer Engine.
-- Stochastic rounding of the logits' gradient: a value between two FP8 values becomes one of them, with
-  probabilities that make its mean exact; before that it is rounded to float16, which has 256 values between
-  the two. The random numbers are PyTorch's, whose generator a checkpoint restores: a run that is cut
-  continues with the same ones.
+- fp8-forward-float32: no forward GEMM uses fast accumulation. In `fp8` all do, as in Transformer Engine.
+- fp8-scales-1: scales start at 1, as in Transformer Engine, and the first batch does not find them.
+- fp8-stochastic-logits: the logits' gradient is rounded stochastically. A value between two FP8 values
+  becomes one of them, with probabilities that make its mean exact; before that it is rounded to float16,
+  which divides their distance into 256 steps. The random numbers are PyTorch's, whose generator a checkpoint
+  restores: a run that is cut continues with the same ones.
 """
 
 import math
