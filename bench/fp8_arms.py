@@ -159,14 +159,6 @@ def dequantized(x, scale_inv):
     return x.to(torch.bfloat16).mul_(scale_inv)  # scale_inv is float32: the product is rounded once
 
 
-# ---------------------------------------------------------------- accumulation
-
-def precise_forward_gemm(x, weight, bias=None, added_to=None):
-    """Compute `fused.forward_gemm` without fast accumulation."""
-    return fused.gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "precise", out=added_to,
-                      accumulate=added_to is not None)
-
-
 # ---------------------------------------------------------------- stochastic rounding
 
 def cast_gradient_stochastically(
@@ -204,7 +196,7 @@ CHANGES = {  # {arm of bench/paired.py: function that returns [(owner, name, rep
     "fp8-gradients": lambda: one_in_fp8("output_gradient"),
     "fp8-no-operand": lambda: one_in_fp8(None),
     "fp8-dgrad-float32": lambda: [(fused, "DGRAD_FAST_ACCUM_K", 0)],
-    "fp8-forward-float32": lambda: [(fused, "forward_gemm", precise_forward_gemm)],
+    "fp8-forward-float32": lambda: [(fused, "FORWARD_ACCUMULATION", "precise")],
     "fp8-scales-1": lambda: [(recipes, "find_first_scales", lambda *arguments: None)],
     "fp8-stochastic-logits": lambda: [(loss, "cast_gradient", cast_gradient_stochastically)],
 }

@@ -230,12 +230,16 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 DGRAD_FAST_ACCUM_K = 3072
 
 
+# Transformer Engine's default, too
+FORWARD_ACCUMULATION = "fast"
+
+
 def forward_gemm(x, weight, bias=None, added_to=None):
     """Return x @ weightᵀ + bias, (N, out) BF16, of two FP8 tensors, x (N, in) and weight (out, in).
 
     added_to: (N, out) BF16, to which the result is added in place, and which is returned."""
-    return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, "fast", out=added_to,
-                accumulate=added_to is not None)
+    return gemm(x.rowwise, x.scale_inv, weight.rowwise, weight.scale_inv, bias, FORWARD_ACCUMULATION,
+                out=added_to, accumulate=added_to is not None)
 
 
 def input_gradient(dy, weight, added_to=None):
