@@ -402,11 +402,11 @@ def later_commits():
         rows)
 
 
-def read_pairs():
-    """Return rows and runs of paired.json without those of fine-tuning."""
+def read_pairs(fine_tuning=False):
+    """Return (rows, runs) of paired.json: those from random weights, or those of fine-tuning."""
     content = read("paired")
-    return {name: [row for row in content[name] if not paired.is_fine_tuning(row)]
-            for name in ("rows", "runs")}
+    return [[row for row in content[name] if paired.is_fine_tuning(row) == fine_tuning]
+            for name in ("rows", "runs")]
 
 
 def add_seeds(rows):
@@ -443,23 +443,34 @@ def percent_of(loss, interval, of):
     return with_interval(100 * loss / of, percent_interval, "{:+.2f}")
 
 
+def add_percents(rows):
+    """Give rows of bench/paired.py their differences in percent of BF16's losses."""
+    for row in rows:
+        for name in ("training", "validation"):
+            row[f"{name}_in_percent"] = percent_of(
+                row[name], row[f"{name}_interval"], row[f"baseline_{name}_loss"])
+    return rows
+
+
+def cards_of(runs):
+    """Return "H100s and H200s", the GPUs of runs."""
+    return " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
+
+
 def corpora_of(runs):
     """Return the first digits of the checksums of the runs' token files."""
     return " and ".join(sorted({run["train_sha256"][:8] for run in runs}))
 
 
 def whole_runs():
-    runs = [run for run in read_pairs()["runs"] if paired.is_whole_run(run)]
-    rows = [row for row in add_seeds(read_pairs()["rows"]) if paired.is_whole_run(row)]
+    all_rows, all_runs = read_pairs()
+    runs = list(filter(paired.is_whole_run, all_runs))
+    rows = add_percents(add_seeds(list(filter(paired.is_whole_run, all_rows))))
     groups = paired.groups_of(runs)
     for row in rows:
         row["equal_loss"] = with_interval(
             row["speed_to_equal_loss"], row["speed_to_equal_loss_interval"], "{:.2f}")
         row["described_slope"] = paired.describe_slope(row)
-        row["training_in_percent"] = percent_of(
-            row["training"], row["training_interval"], row["baseline_training_loss"])
-        row["validation_in_percent"] = percent_of(
-            row["validation"], row["validation_interval"], row["baseline_validation_loss"])
         row["more_tokens"] = "-"
         if row["speed_to_equal_loss"]:
             row["more_tokens"] = f"{100 * (row['speed'] / row['speed_to_equal_loss'] - 1):.1f}"
@@ -468,18 +479,18 @@ def whole_runs():
             row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
         savings = [] if row["arm"] == "fp8" else savings_of(row, groups)
         row["saving"] = with_interval(paired.mean_of(savings), paired.interval_of(savings))
-    cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
     commits = ", ".join(sorted({(run.get("commit") or "unknown")[:7] for run in runs}))
     return section(
         "FP8 in whole runs",
-        f"""GPT-2 from random weights, on {cards}, commit {commits}, corpus {corpora_of(runs)}; both runs of a
-        pair begin with the same weights. In nats, with 95 % intervals over the seeds. A training loss is the
-        mean over the last tenth of the steps. A step is skipped if its gradient norm is not finite. The runs
-        of a pair did not take turns. To reach BF16's loss an arm needs exp(difference / slope) times as many
-        tokens, which the speed to equal loss counts. The slope is the fall of BF16's training loss between
-        two lengths over the log of their ratio. The interval of that speed is that of the difference alone.
-        With a smaller slope than the least one, an arm with this difference is slower than BF16 to the same
-        loss. `saves` is the training loss of `fp8` minus that of the arm, over the seeds of both.""",
+        f"""GPT-2 from random weights, on {cards_of(runs)}, commit {commits}, corpus {corpora_of(runs)};
+        both runs of a pair begin with the same weights. In nats, with 95 % intervals over the seeds. A
+        training loss is the mean over the last tenth of the steps. A step is skipped if its gradient norm
+        is not finite. The runs of a pair did not take turns. To reach BF16's loss an arm needs
+        exp(difference / slope) times as many tokens, which the speed to equal loss counts. The slope is the
+        fall of BF16's training loss between two lengths over the log of their ratio. The interval of that
+        speed is that of the difference alone. With a smaller slope than the least one, an arm with this
+        difference is slower than BF16 to the same loss. `saves` is the training loss of `fp8` minus that of
+        the arm, over the seeds of both.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
          "skipped steps": "{skipped_steps}",
@@ -497,7 +508,8 @@ def whole_runs():
 
 
 def difference_over_run():
-    groups = [group for group in paired.groups_of(read_pairs()["runs"])
+    _, runs = read_pairs()
+    groups = [group for group in paired.groups_of(runs)
               if paired.is_whole_run(group.fields) and group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
     percent = 100 // paired.PARTS
@@ -524,16 +536,21 @@ def fine_tuning_speed():
         row["over_peft"] = with_interval(
             row.get("ratio_to_peft"), row.get("ratio_to_peft_interval"), "{:.2f}")
         row["over_full"] = with_interval(row.get("ratio_to_full"), None, "{:.2f}")
+    peer_ms = min(row["ms"] for row in rows if row["arm"].startswith("peft-"))
+    # PEFT's time beside an arm over that in its own row
+    slower = [row["ms"] * row["ratio_to_peft"] / peer_ms - 1 for row in rows
+              if row.get("ratio_to_peft_interval")]
     return section(
         "Speed and memory of fine-tuning",
-        """Random weights of the real shapes, one sequence of 4,096 tokens a step, on H200s. `fp8` trains all
+        f"""Random weights of the real shapes, one sequence of 4,096 tokens a step, on H200s. `fp8` trains all
         weights, with BF16 moments. The others train adapters of rank 16: `frozen` with the base in FP8,
         `frozen_transposes` with its transpose, too, `checkpointing` with recomputed blocks, `loss8` with the
         loss in eight parts. PEFT trains transformers' model in BF16, compiled. The arms with an interval
-        took turns with the faster PEFT arm, which was 1 to 3 % slower then than in its own row: a ratio is
-        not that of two rows. PEFT and `checkpointing` run without CUDA graphs. Memory is what PyTorch
-        allocates. All moments are BF16, but 70B's, which are float32. 8B was measured while other tests ran
-        on the machine's second GPU, 70B while another job used its CPU.""",
+        took turns with the faster PEFT arm, which was {100 * min(slower):.0f} to {100 * max(slower):.0f} %
+        slower then than in its own row: a ratio is not that of two rows. PEFT and `checkpointing` run without
+        CUDA graphs. Memory is what PyTorch allocates. All moments are BF16, but 70B's, which are float32.
+        8B was measured while other tests ran on the machine's second GPU, 70B while another job
+        used its CPU.""",
         ["finetune"],
         {"shape": "{model}", "arm": "`{arm}`", "million parameters trained": "{millions_trained}",
          "ms": "{ms:.1f}", "tokens/s": "{tokens_per_s:,.0f}", "× PEFT": "{over_peft}",
@@ -543,28 +560,24 @@ def fine_tuning_speed():
 
 def fine_tuning():
     """Return the section, "" if there is no such run yet."""
-    content = read("paired")
-    rows = [row for row in content["rows"] if paired.is_fine_tuning(row) and paired.is_whole_run(row)]
-    runs = [run for run in content["runs"] if paired.is_fine_tuning(run) and paired.is_whole_run(run)]
+    all_rows, all_runs = read_pairs(fine_tuning=True)
+    rows = list(filter(paired.is_whole_run, all_rows))
+    runs = list(filter(paired.is_whole_run, all_runs))
     if not rows:
         return ""
-    for row in add_seeds(rows):
+    for row in add_percents(add_seeds(rows)):
         row["base"] = row["base_sha256"][:8]
         row["trained"] = paired.describe_trained(row)
         for name in ("training", "validation"):
-            difference = row[name]
-            interval = row[f"{name}_interval"]
-            row[f"described_{name}"] = with_interval(difference, interval)
-            row[f"{name}_in_percent"] = percent_of(difference, interval, row[f"baseline_{name}_loss"])
-    cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
+            row[f"described_{name}"] = with_interval(row[name], row[f"{name}_interval"])
     return section(
         "Fine-tuning in FP8",
-        f"""From the weights of a base, on {cards}, corpus {corpora_of(runs)}; the base is named by the first
-        digits of the checksum of its files. `full` trains all weights, `LoRA` adapters of this rank alone:
-        with `fp8` each step quantizes the weights of the base, with `fp8-frozen` they are in FP8 alone. Both
-        runs of a pair begin with the same weights, and the order of the batches differs from seed to seed;
-        with LoRA so do the first adapters. In nats and in percent of BF16's loss, with 95 % intervals over
-        the seeds. A training loss is the mean over the last tenth of the steps.""",
+        f"""From the weights of a base, on {cards_of(runs)}, corpus {corpora_of(runs)}; the base is named by
+        the first digits of the checksum of its files. `full` trains all weights, `LoRA` adapters of this
+        rank alone: with `fp8` each step quantizes the weights of the base, with `fp8-frozen` they are in FP8
+        alone. Both runs of a pair begin with the same weights, and the order of the batches differs from seed
+        to seed; with LoRA so do the first adapters. In nats and in percent of BF16's loss, with 95 %
+        intervals over the seeds. A training loss is the mean over the last tenth of the steps.""",
         ["paired"],
         {"arm": "`{arm}`", "base": "`{base}`", "size": "{size}", "trained": "{trained}",
          "learning rate": "{lr:g}",
@@ -576,8 +589,10 @@ def fine_tuning():
                                       row["arm"])))
 
 
+LATE = "382 to 458"
 # {column: first and last step}
-ONE_SEED_PARTS = {"second": (2, 2), "early": (191, 267), "late": (382, 458), "end": (688, 763)}
+ONE_SEED_PARTS = {
+    "step 2": (2, 2), "steps 191 to 267": (191, 267), LATE: (382, 458), "688 to 763": (688, 763)}
 ONE_SEED_COMMIT = "9291634"  # of the whole runs of these seeds
 
 
@@ -585,7 +600,8 @@ def runs_of_one_seed():
     """Return the section of results/one_seed.json and of the whole runs of its seeds."""
     content = read("one_seed")
     runs = list(content["runs"])
-    for run in find(read_pairs()["runs"], size="124m", tokens=100_007_936, start=0.0, stop=1.0):
+    _, all_pairs = read_pairs()
+    for run in find(all_pairs, size="124m", tokens=100_007_936, start=0.0, stop=1.0):
         if run["arm"] in ("bf16", "fp8") and run["commit"].startswith(ONE_SEED_COMMIT):
             runs.append(run | {"run": "`fast_kernels`", "fp8": run["arm"] == "fp8"})
     first_losses = {run["seed"]: run["losses"] for run in runs if run["arm"] == "bf16"}
@@ -595,45 +611,46 @@ def runs_of_one_seed():
         row = {"seed": run["seed"], "run": run["run"], "precision": "FP8" if run["fp8"] else "BF16",
                "commit": run["commit"][:7], "val_loss": run["val_loss"]}
         for part, (first_step, last_step) in ONE_SEED_PARTS.items():
-            is_complete = last_step <= len(differences)
-            row[part] = statistics.mean(differences[first_step - 1:last_step]) if is_complete else None
-            row[f"described_{part}"] = with_interval(row[part], None, "{:+.3f}")
+            row[part] = None
+            if last_step <= len(differences):
+                row[part] = statistics.mean(differences[first_step - 1:last_step])
         rows.append(row)
-    rows.sort(key=lambda row: (row["seed"], row["precision"], row["late"]))
+    rows.sort(key=lambda row: (row["seed"], row["precision"], row[LATE]))
+    of_kernels = describe_differences(rows, LATE)
+    for row in rows:
+        row |= {part: with_interval(row[part], None, "{:+.3f}") for part in ONE_SEED_PARTS}
     return section(
         "Runs of one seed",
-        f"""GPT-2 124M, 100 M tokens, corpus 85ce9021, on H200s. All runs of a seed begin with the same
-        weights and see the same batches. Mean training loss above that of the BF16 run on `fast_kernels`, in
-        nats. Runs without a last tenth were stopped after 60 % of the steps. After the first update TE's
-        modules lie higher by the same amount in both precisions: that is not rounding, and its cause is not
-        known. Version 0.1 trained BF16 on TE's modules and FP8 on its own kernels, whose losses equal those
-        of `fast_kernels` for the first 36 steps. {describe_late_differences(rows)} The runs of commit
-        {ONE_SEED_COMMIT} are those of the table of whole runs. Commit 7790ae8 is version 0.1, trained by its
-        train.py; the others were trained by {content["script"]}.""",
+        f"""GPT-2 124M, 100 M tokens, corpus {corpora_of(content["runs"])}, on H200s. All runs of a seed begin
+        with the same weights and see the same batches. Mean training loss above that of the BF16 run on
+        `fast_kernels`, in nats. Runs without a last tenth were stopped after 60 % of the steps. After the
+        first update TE's modules lie higher by the same amount in both precisions: that is not rounding, and
+        its cause is not known. Version 0.1 trained BF16 on TE's modules and FP8 on its own kernels, whose
+        losses begin as those of `fast_kernels`. In steps {LATE} FP8 lies above BF16 of the same kernels by:
+        {of_kernels}. The runs of commit {ONE_SEED_COMMIT} are those of the table of whole runs. Commit
+        {VERSION_0_1} is version 0.1, trained by its train.py; the others were trained by
+        {content["script"]}.""",
         ["one_seed", "paired"],
         {"seed": "{seed}", "run": "{run}", "precision": "{precision}", "commit": "{commit}",
-         "step 2": "{described_second}", "steps 191 to 267": "{described_early}",
-         "382 to 458": "{described_late}", "688 to 763": "{described_end}",
-         "validation loss": "{val_loss:.4f}"},
+         **{part: "{" + part + "}" for part in ONE_SEED_PARTS}, "validation loss": "{val_loss:.4f}"},
         rows)
 
 
-def describe_late_differences(rows):
-    """Return how far FP8 lies above BF16 of the same kernels in the part `late`."""
-    late = {(row["seed"], row["run"], row["precision"]): row["late"] for row in rows}
+def describe_differences(rows, part):
+    """Return how far FP8 lies above BF16 of the same kernels in a part: "fast_kernels +0.054, +0.070; …"."""
+    losses = {(row["seed"], row["run"], row["precision"]): row[part] for row in rows}
     of_kernels = {}  # {run: differences, one per seed}
-    for (seed, run, precision), loss in late.items():
-        if run != "version 0.1" and precision == "FP8" and (seed, run, "BF16") in late:
-            difference = loss - late[seed, run, "BF16"]
+    for (seed, run, precision), loss in losses.items():
+        if run != "version 0.1" and precision == "FP8" and (seed, run, "BF16") in losses:
+            difference = loss - losses[seed, run, "BF16"]
             of_kernels.setdefault(run, []).append(f"{difference:+.3f}")
-    on_kernels = "; ".join(f"{run} {', '.join(differences)}" for run, differences in of_kernels.items())
-    return f"In steps 382 to 458 FP8 lies above BF16 of the same kernels by: {on_kernels}."
+    return "; ".join(f"{run} {', '.join(differences)}" for run, differences in of_kernels.items())
 
 
 def windows():
-    content = read_pairs()
-    rows = [row for row in find(add_seeds(content["rows"]), arm="fp8") if not paired.is_whole_run(row)]
-    runs = [run for run in content["runs"] if not paired.is_whole_run(run)]
+    all_rows, all_runs = read_pairs()
+    rows = [row for row in find(add_seeds(all_rows), arm="fp8") if not paired.is_whole_run(row)]
+    runs = [run for run in all_runs if not paired.is_whole_run(run)]
     machines = {run["machine"] for run in runs}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
@@ -662,20 +679,20 @@ def parts_of_last_quarter():
 
 def parts_of_fp8(title, window, **of_runs):
     """Return the section that compares the arms of a window. window: what its text calls it."""
-    runs = find(read_pairs()["runs"], size="124m", **of_runs)
+    _, all_runs = read_pairs()
+    runs = find(all_runs, size="124m", **of_runs)
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
-    cards = " and ".join(sorted({card_of(run["machine"]) + "s" for run in runs}))
     groups = paired.groups_of(runs)
     rows = add_seeds(paired.summarize(runs))
     for row in rows:
         row["saved"] = ", ".join(f"{saving:+.4f}" for saving in savings_of(row, groups))
     return section(
         title,
-        f"""As above, {window} in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on {cards}. `fp8` is FP8
-        in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each GEMM alone,
-        `fp8-no-operand` none; the others change one setting. In nats. Emulated arms have no speed; the runs
-        of a pair did not take turns.""",
+        f"""As above, {window} in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on {cards_of(runs)}.
+        `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
+        GEMM alone, `fp8-no-operand` none; the others change one setting. In nats. Emulated arms have no
+        speed; the runs of a pair did not take turns.""",
         ["paired"],
         {"arm": "`{arm}`", "seeds": "{described_seeds}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "

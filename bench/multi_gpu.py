@@ -130,15 +130,15 @@ def measure_row(layout, config, options, device) -> dict:
     functions = {"one": alone()(lambda: single(batches, measure.LR)),
                  "all": lambda: together(batches, measure.LR)}
     times = measure.in_turns(functions, options.steps, device)
-    ms_one = statistics.median(times["one"])
-    ms_all = statistics.median(times["all"])
+    times_of_ranks = over_ranks(times)
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
-    speeds_alone = [1e3 * tokens / ms for ms in over_ranks(ms_one)]
+    speeds_alone = [1e3 * tokens / statistics.median(times["one"]) for times in times_of_ranks]
     mean_alone = statistics.mean(speeds_alone)
-    together_per_gpu = 1e3 * tokens / max(over_ranks(ms_all))
-    efficiencies = efficiencies_of_steps(over_ranks(times))
+    slowest_ms = max(statistics.median(times["all"]) for times in times_of_ranks)
+    efficiencies = efficiencies_of_steps(times_of_ranks)
     return {
-        "ms_one": ms_one, "ms_all": ms_all, "tokens_per_s_per_gpu": together_per_gpu,
+        "ms_one": statistics.median(times["one"]), "ms_all": statistics.median(times["all"]),
+        "tokens_per_s_per_gpu": 1e3 * tokens / slowest_ms,
         "tokens_per_s_one_gpu": mean_alone, "slowest_gpu": min(speeds_alone) / mean_alone,
         "efficiency": statistics.median(efficiencies),
         "efficiency_interval": measure.interval_of_median(efficiencies),

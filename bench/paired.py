@@ -895,9 +895,8 @@ def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) 
 
 def is_other_length(other: Group, group: Group) -> bool:
     """Return whether two rows differ in the number of tokens alone."""
-    same = ("arm", "size", "train_sha256", "lr", "start", "stop", "base_sha256", "lora_rank")
-    is_same = all(other.fields.get(name) == group.fields.get(name) for name in same)
-    return is_same and other.fields["tokens"] != group.fields["tokens"]
+    return (other.fields["tokens"] != group.fields["tokens"]
+            and other.fields | {"tokens": None} == group.fields | {"tokens": None})
 
 
 def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[int, float]:
@@ -1001,8 +1000,7 @@ def check_fine_tuning(options: Options) -> None:
         if arm == "fp8-frozen" and options.lora_rank is None:
             raise ValueError(f"--arms {arm}: keeps the base of adapters in FP8; pass --lora-rank 16, too")
         if "model" in ARMS[arm] and options.lora_rank is not None:
-            raise ValueError(f"--arms {arm}: names a model, and --lora-rank another; leave out one of "
-                             "them")
+            raise ValueError(f"--arms {arm}: names a model, and --lora-rank another; leave out one")
 
 
 def check_once(flag: str, values: list, unit: str = "") -> None:

@@ -124,9 +124,9 @@ def draw_loss_gap(result, path, arm="fp8"):
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
     for fields, pairs, _ in paired.groups_of(result["runs"]):
-        if paired.is_fine_tuning(fields):
-            continue
-        if fields["arm"] == arm and paired.is_whole_run(fields) and pairs:
+        is_drawn = (
+            fields["arm"] == arm and paired.is_whole_run(fields) and not paired.is_fine_tuning(fields))
+        if is_drawn and pairs:
             draw_gap(axes, pairs, next(colors))
             machines |= {run["machine"] for run, _ in pairs}
     axes.set_xlim(0, 100)

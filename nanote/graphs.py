@@ -91,10 +91,10 @@ class CudaGraph:
         if variant.shapes != shapes:
             raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {variant.shapes}; "
                              "pass tensors of one shape, or call recapture()")
-        if variant.graph is None and not self._can_capture():
-            variant.eager_calls += 1
-            return self._run(arguments, options)
         if variant.graph is None:
+            if not self._can_capture():
+                variant.eager_calls += 1
+                return self._run(arguments, options)
             self._capture(variant, arguments, options)
         for static, tensor in zip(variant.inputs, tensors):
             static.copy_(tensor, non_blocking=True)

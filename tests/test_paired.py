@@ -11,6 +11,7 @@ import torch
 
 import train
 from bench import measured, paired
+from paired_tools import run_of, set_results, tables_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
 STEPS = 20
@@ -114,13 +115,6 @@ def test_windows_and_arms_share_the_training_of_bf16(study, monkeypatch):
     assert code == 0 and len(document["runs"]) == 9
     assert bf16 == [("bf16", 1, 0), ("bf16", 1, 5), ("bf16", 6, 10), ("bf16", 11, 15), ("bf16", 16, 20)]
     assert len(trained) == len(bf16) + 5
-
-
-def run_of(arm, seed, loss, ms=100.0, steps=10):
-    pair = {"size": "124m", "train_sha256": "", "lr": 1e-3, "tokens": 1000 * steps,
-            "start": 0.0, "stop": 1.0, "end": 1.0}
-    return pair | {"arm": arm, "seed": seed, "steps": steps, "ms": ms, "losses": [loss] * steps,
-                   "skipped_steps": 0, "val_loss": loss + 0.5, "machine": "a GPU"}
 
 
 def test_one_command_trains_runs_of_several_lengths(study):
@@ -367,20 +361,6 @@ def test_speed_at_equal_loss_extrapolates_over_half_of_the_fall():
         assert (row["speed_to_equal_loss"] is not None) == is_known
 
 
-@pytest.fixture
-def results(monkeypatch):
-    """Return a function that gives bench/measured.py these runs as results/paired.json."""
-    def use(runs):
-        content = {"commands": [], "rows": paired.summarize(runs), "runs": runs}
-        monkeypatch.setattr(measured, "read", lambda name: content if name == "paired" else {})
-    return use
-
-
-def tables_of(section) -> list[list[str]]:
-    """Return the cells of each row of a section's table, the first with the titles."""
-    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-
-
 def whole_runs_of_two_lengths() -> list[dict]:
     """Seeds 1 and 2, of 40 and 80 steps. FP8 is above BF16 by 0.01 and 0.02."""
     runs = []
@@ -392,7 +372,7 @@ def whole_runs_of_two_lengths() -> list[dict]:
     return runs
 
 
-def test_measured_md_has_whole_runs_and_diverged_seeds(results):
+def test_measured_md_has_whole_runs_and_diverged_seeds(monkeypatch):
     runs = whole_runs_of_two_lengths()
     window = {"start": 0.75, "losses": 40 * [2.0]}
     runs += [run_of("bf16", 1, 2.0, steps=40) | window, run_of("fp8", 1, 2.0, steps=40) | window]
@@ -403,7 +383,7 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(results):
     for seed in (1, 2):
         fp8 = run_of("fp8-head-bf16", seed, 2.0 + 0.005 * seed, ms=80.0, steps=40)
         runs.append(fp8 | {"val_loss_without_fp8": fp8["val_loss"]})
-    results(runs)
+    set_results(monkeypatch, runs)
     titles, _, *rows = tables_of(measured.whole_runs())
     rows = [dict(zip(titles, row)) for row in rows]
     assert [(row["arm"], row["tokens"], row["seeds"], row["skipped steps"]) for row in rows] == [
@@ -418,8 +398,8 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(results):
     assert [row["saves"] for row in rows] == ["-", "-", "+0.0075 (-0.0243 to +0.0393)", "-"]
 
 
-def test_measured_md_has_the_difference_over_a_run(results):
-    results(whole_runs_of_two_lengths())
+def test_measured_md_has_the_difference_over_a_run(monkeypatch):
+    set_results(monkeypatch, whole_runs_of_two_lengths())
     titles, _, *rows = tables_of(measured.difference_over_run())
     assert titles == ["steps", "`fp8`, 124m, 40,000 tokens, 2 seeds", "`fp8`, 124m, 80,000 tokens, 2 seeds"]
     assert [row[0] for row in rows] == [f"{5 * part} % to {5 * part + 5} %" for part in range(20)]
@@ -427,7 +407,7 @@ def test_measured_md_has_the_difference_over_a_run(results):
         assert row[1] == row[2] == "+0.0150 (-0.0485 to +0.0785)"
 
 
-def test_windows_of_measured_md_are_no_whole_runs(results):
+def test_windows_of_measured_md_are_no_whole_runs(monkeypatch):
     """A diverged arm is the last row of the last quarter."""
     runs = []
     for seed in (1, 2):
@@ -435,7 +415,7 @@ def test_windows_of_measured_md_are_no_whole_runs(results):
             window = {"tokens": 45_088_768, "start": 0.75, "losses": 30 * [2.0] + 10 * [loss]}
             run = run_of(arm, seed, loss, steps=40) | window
             runs.append(run | {"val_loss_without_fp8": None if arm == "bf16" else run["val_loss"]})
-    results(runs + whole_runs_of_two_lengths())
+    set_results(monkeypatch, runs + whole_runs_of_two_lengths())
     titles, _, *rows = tables_of(measured.windows())
     assert [row[:3] for row in rows] == [["45,088,768", "75% to 100%", "2"]]
     _, _, *rows = tables_of(measured.parts_of_last_quarter())

@@ -1,5 +1,6 @@
 """bench/paired.py --init-from and --lora-rank: pairs of runs that fine-tune one base."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import paired_tools
 from bench import measured, paired
 from nanote import checkpoint
 from nanote.tokens import meta_checksum
+from paired_tools import set_results, tables_of
 from trainer_tools import run_train
 
 pytestmark = [
@@ -101,13 +104,7 @@ def test_a_run_of_adapters_that_is_cut_continues(study, monkeypatch):
         assert run["losses"] == other["losses"] and run["val_loss"] == other["val_loss"]
 
 
-def run_of(arm, seed, loss, **fields):
-    pair = {"size": "124m", "train_sha256": "0123456789", "lr": 1e-3, "tokens": 20_000,
-            "start": 0.0, "stop": 1.0, "end": 1.0}
-    return pair | {"arm": arm, "seed": seed, "steps": 20, "ms": 100.0, "losses": [loss] * 20,
-                   "skipped_steps": 0, "val_loss": loss + 0.5, "machine": "NVIDIA H200, TE"} | fields
-
-
+run_of = functools.partial(paired_tools.run_of, steps=20)  # and 20,000 tokens
 FULL = {"base_sha256": "a" * 64}
 LORA = FULL | {"lora_rank": 16}
 OTHERS = [{}, {"base_sha256": "b" * 64}, LORA, FULL | {"lora_rank": 32}]
@@ -146,13 +143,8 @@ def test_a_slope_is_that_of_the_same_base():
 
 def test_rows_from_random_weights_stay_as_they_are():
     """Byte for byte, those of results/paired.json."""
-    content = measured.read_pairs()
-    assert json.dumps(paired.summarize(content["runs"])) == json.dumps(content["rows"])
-
-
-def table_of(section) -> list[list[str]]:
-    """Return the cells of each row of a section's table, the first with the titles."""
-    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    rows, runs = measured.read_pairs()
+    assert json.dumps(paired.summarize(runs)) == json.dumps(rows)
 
 
 def test_measured_md_has_fine_tuning(monkeypatch):
@@ -162,9 +154,8 @@ def test_measured_md_has_fine_tuning(monkeypatch):
         for fields in (FULL, LORA):
             runs += [run_of("bf16", seed, 2.0, **fields), run_of("fp8", seed, 2.0 + 0.002 * seed, **fields)]
     runs.append(run_of("fp8-frozen", 1, float("nan"), **LORA))
-    content = {"commands": [], "rows": paired.summarize(runs), "runs": runs}
-    monkeypatch.setattr(measured, "read", lambda name: content if name == "paired" else {})
-    titles, _, *rows = table_of(measured.fine_tuning())
+    set_results(monkeypatch, runs)
+    titles, _, *rows = tables_of(measured.fine_tuning())
     rows = [dict(zip(titles, row)) for row in rows]
     assert [(row["arm"], row["base"], row["trained"], row["seeds"]) for row in rows] == [
         ("`fp8`", "`aaaaaaaa`", "LoRA 16", "2"),
@@ -175,10 +166,9 @@ def test_measured_md_has_fine_tuning(monkeypatch):
     assert rows[0]["in %"] == "+0.15 (-0.49 to +0.79)"  # of 2.0
     assert rows[0]["validation loss in %"] == "+0.12 (-0.39 to +0.63)"  # of 2.5
     assert rows[1]["in %"] == "-"
-    titles, *_ = table_of(measured.difference_over_run())
+    titles, *_ = tables_of(measured.difference_over_run())
     assert titles == ["steps", "`fp8`, 124m, 20,000 tokens, 1 seeds"], "from random weights"
-    content["runs"] = runs[:2]
-    content["rows"] = paired.summarize(runs[:2])
+    set_results(monkeypatch, runs[:2])
     assert measured.fine_tuning() == "", "no section without such runs"
 
 
