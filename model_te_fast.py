@@ -14,7 +14,7 @@ with `model_te_optimized.py`. The diff of the two files shows what is fused:
 
 To edit it, take plain tensors and put changed ones back:
 
-- `branch.value()` is a GEMM's output plus its bias; `fused.Branch(x)` makes a branch.
+- `branch.value()` is the output of a linear layer; `fused.Branch(x)` makes a branch.
 - `stream.value()` is the residual plus the branch; `Stream(x)` makes a stream.
 
 References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.

@@ -104,8 +104,8 @@ def unquantized(x) -> FP8Data:
     return FP8Data(x, x.T, torch.ones(1, device=x.device))
 
 
-def norm(x, branch, branch_bias, weight, bias, eps, quantization):
-    residual, y, mean, rstd = casts.norm_bf16(x, branch, branch_bias, weight, bias, eps)
+def norm(x, branch, weight, bias, eps, quantization):
+    residual, y, mean, rstd = casts.norm_bf16(x, branch, weight, bias, eps)
     return residual, unquantized(y), mean, rstd
 
 

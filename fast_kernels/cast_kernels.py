@@ -171,8 +171,8 @@ def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr,
-                 scale_ptr, amax_ptr, y_ptr, scale_inv_ptr, C, eps,
+def _norm_kernel(x_ptr, branch_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr, scale_ptr,
+                 amax_ptr, y_ptr, scale_inv_ptr, C, eps,
                  ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     """Add and normalize ROWS rows, one at a time. y: (N, C) FP8, or BF16 if scale is None."""
     j = tl.arange(0, WIDTH)
@@ -180,8 +180,6 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
     weight = _load(weight_ptr + j, mask)
     if mean_ptr is not None:
         bias = _load(bias_ptr + j, mask)
-    if branch_bias_ptr is not None:
-        branch_bias = _load(branch_bias_ptr + j, mask)
     if scale_ptr is not None:
         scale = load_scale(scale_ptr, scale_inv_ptr)
         largest = tl.zeros((WIDTH,), tl.float32)
@@ -190,10 +188,8 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
         row = first_row + i
         offsets = row * C + j
         values = _load(x_ptr + offsets, mask)
-        if branch_ptr is not None:  # residual = x + branch + branch_bias, rounded to BF16
+        if branch_ptr is not None:  # residual = x + branch, rounded to BF16
             values += _load(branch_ptr + offsets, mask)
-            if branch_bias_ptr is not None:
-                values += branch_bias
             rounded = round_bf16(values)
             tl.store(residual_ptr + offsets, rounded, mask=mask)
             values = rounded.to(tl.float32)

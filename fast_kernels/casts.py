@@ -8,8 +8,8 @@ All of these operations are bound by memory, so the design counts reads and writ
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
   both at once. Transformer Engine (TE) reads a tensor again to cast it, and again to transpose it.
-- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM's bias
-  is added where the GEMM's output is read; dbias is summed over rows where the output's gradient is written.
+- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. fc1's bias is
+  added where fc1's output is read. A dbias is summed over rows where the output's gradient is written.
 - A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
   rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 
@@ -65,20 +65,17 @@ def quantize_reference(x, quantization):
     return FP8Data(rowwise, rowwise.T.contiguous(), scale.reciprocal().view(1))
 
 
-def norm_reference(x, branch, branch_bias, weight, bias, eps, quantization):
+def norm_reference(x, branch, weight, bias, eps, quantization):
     """`norm`, in float64."""
-    residual, y, mean, rstd = norm_bf16_reference(x, branch, branch_bias, weight, bias, eps)
+    residual, y, mean, rstd = norm_bf16_reference(x, branch, weight, bias, eps)
     return residual, quantize_reference(y, quantization), mean, rstd
 
 
-def norm_bf16_reference(x, branch, branch_bias, weight, bias, eps):
+def norm_bf16_reference(x, branch, weight, bias, eps):
     """`norm_bf16`, in float64; y is not rounded to BF16."""
     residual = x
     if branch is not None:
-        residual = x.float() + branch
-        if branch_bias is not None:
-            residual += branch_bias
-        residual = residual.bfloat16()
+        residual = (x.float() + branch).bfloat16()
     mean, centered = None, residual.double()
     if bias is not None:  # LayerNorm
         mean = centered.mean(1)
@@ -164,37 +161,36 @@ def _add(x, bias):
 
 # ---------------------------------------------------------------- the operations
 
-def norm(x, branch, branch_bias, weight, bias, eps, quantization):
+def norm(x, branch, weight, bias, eps, quantization):
     """Add a branch to the residual, normalize the sum, and quantize the result.
 
-    y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd.
+    y = x̂ · weight + bias of residual = x + branch, with x̂ = (residual - mean) · rstd.
 
     Args:
         x, branch: (N, C) BF16, N a multiple of 16. branch None: the residual is x itself.
-        branch_bias: (C,) BF16 or None, the bias of the GEMM that computed `branch`.
         weight, bias: the norm's, (C,) BF16. bias None: RMSNorm, without a mean.
 
     Returns:
         residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
     """
     residual, rowwise, columnwise, scale_inv, mean, rstd = _checked_norm(
-        x, branch, branch_bias, weight, bias, eps, quantization)
+        x, branch, weight, bias, eps, quantization)
     return residual, FP8Data(rowwise, columnwise, scale_inv), mean, rstd
 
 
-def norm_bf16(x, branch, branch_bias, weight, bias, eps):
+def norm_bf16(x, branch, weight, bias, eps):
     """`norm` without FP8: returns residual and y (N, C) BF16, mean (None for RMSNorm) and rstd."""
     residual, y, _, _, mean, rstd = _checked_norm(
-        x, branch, branch_bias, weight, bias, eps, quantization=None)
+        x, branch, weight, bias, eps, quantization=None)
     return residual, y, mean, rstd
 
 
-def _checked_norm(x, branch, branch_bias, weight, bias, eps, quantization):
+def _checked_norm(x, branch, weight, bias, eps, quantization):
     check_input("fast_kernels.casts.norm: x", x, MAX_WIDTH)
     check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
-    check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
+    check_shape("fast_kernels.casts.norm", x.shape[1:], weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
-        x, branch, branch_bias, weight, bias, eps, *as_arguments(quantization))
+        x, branch, weight, bias, eps, *as_arguments(quantization))
     if branch is None:
         residual = x
     if bias is None:
@@ -203,9 +199,9 @@ def _checked_norm(x, branch, branch_bias, weight, bias, eps, quantization):
 
 
 @operation(
-    "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps, Tensor? scale, "
-    "Tensor(a!)? amax, ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
+    "(Tensor x, Tensor? branch, Tensor weight, Tensor? bias, float eps, Tensor? scale, Tensor(a!)? amax, "
+    "ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+def _norm(x, branch, weight, bias, eps, scale, amax, fp8_dtype):
     rows, columns = x.shape
     residual = x.new_empty(0) if branch is None else torch.empty_like(x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
@@ -214,7 +210,7 @@ def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8_dtype):
     if not is_fake(x):
         mean_out = None if bias is None else mean  # None: the kernel computes an RMSNorm
         _norm_launch(rows, columns, eps).run(
-            x, branch, branch_bias, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv)
+            x, branch, weight, bias, residual, mean_out, rstd, scale, amax, rowwise, scale_inv)
         if scale is not None:
             transpose(rowwise, columnwise)
     return residual, rowwise, columnwise, scale_inv, mean, rstd

@@ -6,7 +6,10 @@
     stream, hidden = norm_fc1(stream, mlp)              # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-- The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
+- The kernel that reads a GEMM's output adds it to the residual, or adds fc1's bias to it; `Stream`, `Branch`
+  and `Hidden` carry them. Its backward kernel sums the bias's gradient.
+- The bias of a branch is added by the GEMM, in float32. Added after the output is rounded to BF16, a bias
+  of less than the last bit would decide the ties of the next rounding, and so count several times.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`: delayed scaling knows the scale before the values.
   `Branch.gradient_quantization` says how. Make a new `Branch(x)` of a changed value: its gradient is then
@@ -56,20 +59,31 @@ def _no_arithmetic(self, other):
 
 
 class Branch(NamedTuple):
-    """The output of a GEMM, (N, C), to which its bias (C,) is still to be added."""
+    """The output of a linear layer, (N, C), its bias included.
+
+    bias: (C,), if its gradient comes from the operation that reads the branch. None: from the layer, or there
+    is no bias."""
 
     output: torch.Tensor
     bias: torch.Tensor | None = None
     gradient_quantization: Quantization | None = None  # of the output's gradient; None: it is not quantized
 
     def value(self) -> torch.Tensor:
-        """Return output + bias, (N, C), for an operation that is not one of these."""
-        return self.output if self.bias is None else self.output + self.bias
+        """Return the output, (N, C), for an operation that is not one of these."""
+        return unquantized.with_gradient_of(self.bias, self.output)
 
     __add__ = __radd__ = __mul__ = __rmul__ = _no_arithmetic
 
 
 NO_BRANCH = Branch(None)  # of a stream without one: no tensors
+
+
+class Hidden(NamedTuple):
+    """The output of a LayerNormMLP's fc1, (N, D), to which `activation_linear` adds the bias (D,)."""
+
+    output: torch.Tensor
+    bias: torch.Tensor | None = None
+    gradient_quantization: Quantization | None = None  # of the output's gradient; None: it is not quantized
 
 
 class Stream(NamedTuple):
@@ -122,11 +136,11 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
 
 
 def norm_fc1(stream: Stream, module, is_first_microbatch=None, adapter=None):
-    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as a
-    Branch) of a LayerNormMLP. `activation_linear` adds the bias. adapter: see `norm_linear`."""
+    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as
+    Hidden) of a LayerNormMLP. adapter: see `norm_linear`."""
     _check_stream("norm_fc1", stream)
     stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False, adapter=adapter)
-    return stream, Branch(y, layer.bias, layer.gradient_quantization)
+    return stream, Hidden(y, layer.bias, layer.gradient_quantization)
 
 
 def _check_stream(name, stream):
@@ -156,40 +170,49 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
     return Stream(residual), y, layer
 
 
-def linear(x, module, is_first_microbatch=None, adds_bias=False, adapter=None) -> Branch:
-    """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`. adapter:
-    see `norm_linear`."""
+def linear(x, module, is_first_microbatch=None, is_branch=True, adapter=None) -> Branch:
+    """Return x @ weightᵀ + bias of a Linear, x (N, inputs).
+
+    Args:
+        is_branch: the result is added to a stream, and the operation that reads it returns the gradient of
+            the bias. False: this layer returns it.
+        adapter: see `norm_linear`.
+    """
     adapter_arguments = _adapter_arguments(adapter)
     layer = module.begin_pass(0, (x, adapter_arguments.a, adapter_arguments.b), is_first_microbatch)
-    return _linear(Branch(x), layer, None, adds_bias, adapter_arguments)
+    return _linear(Hidden(x), layer, None, is_branch, adapter_arguments)
 
 
-def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False,
+def activation_linear(hidden: Hidden, module, is_first_microbatch=None, is_branch=True,
                       adapter=None) -> Branch:
-    """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP. adapter: see `norm_linear`."""
+    """Return activation(hidden + fc1_bias) @ fc2_weightᵀ + fc2_bias of a LayerNormMLP. is_branch: see
+    `linear`; adapter: see `norm_linear`."""
     adapter_arguments = _adapter_arguments(adapter)
     inputs = (hidden.output, hidden.bias, adapter_arguments.a, adapter_arguments.b)
     layer = module.begin_pass(1, inputs, is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
-        return _linear(Branch(activated), layer, None, adds_bias, adapter_arguments)
-    return _linear(hidden, layer, module.activation, adds_bias, adapter_arguments)
+        return _linear(Hidden(activated), layer, None, is_branch, adapter_arguments)
+    return _linear(hidden, layer, module.activation, is_branch, adapter_arguments)
 
 
-def _linear(branch: Branch, layer, activation, adds_bias, adapter):
-    """Return activation(output + bias) @ weightᵀ of a branch; activation None: output @ weightᵀ. adapter:
-    AdapterArguments."""
-    gemm_bias = layer.bias if adds_bias else None
-    branch_bias = None if adds_bias else layer.bias
-    if branch_bias is not None and dist.is_initialized():
-        branch_bias = branch_bias.clone()  # FSDP2 frees parameters before the next block adds it
+def _linear(hidden: Hidden, layer, activation, is_branch, adapter):
+    """Return activation(output + bias) @ weightᵀ + the layer's bias; activation None: of the output without a
+    bias. adapter: AdapterArguments."""
+    bias = layer.bias
+    bias_of_branch = None  # which gets its gradient from the operation that reads the branch
+    if is_branch and bias is not None:
+        bias_of_branch = bias
+        bias = bias.detach()
+        if dist.is_initialized():
+            bias_of_branch = bias_of_branch.clone()  # FSDP2 frees parameters before the next block reads it
     if layer.fp8_weight is None:
-        return Branch(_unquantized_linear(branch.output, layer.weight, gemm_bias, adapter), branch_bias)
+        return Branch(_unquantized_linear(hidden.output, layer.weight, bias, adapter), bias_of_branch)
     y = _Linear.apply(
-        branch.output, branch.bias, layer.weight, gemm_bias, adapter.a, adapter.b,
-        LinearOptions(layer, activation, branch.gradient_quantization, adapter.scale))
-    return Branch(y, branch_bias, layer.gradient_quantization)
+        hidden.output, hidden.bias, layer.weight, bias, adapter.a, adapter.b,
+        LinearOptions(layer, activation, hidden.gradient_quantization, adapter.scale))
+    return Branch(y, bias_of_branch, layer.gradient_quantization)
 
 
 class AdapterArguments(NamedTuple):
@@ -216,7 +239,7 @@ def _unquantized_linear(x, weight, bias, adapter):
 
 
 def dropout(branch: Branch, p: float, training: bool) -> Branch:
-    """Apply dropout to a branch and its bias; without dropout return it as it is."""
+    """Apply dropout to a branch; without dropout return it as it is."""
     if p == 0 or not training:
         return branch
     return Branch(F.dropout(branch.value(), p))
@@ -393,7 +416,7 @@ def first_derivative_only(backward):
 
 
 # ---------------------------------------------------------------- autograd functions
-# The GEMMs read `layer.fp8_weight`; `weight` is an input only to receive a gradient.
+# The GEMMs read `layer.fp8_weight`; `weight` and `branch_bias` are inputs only to receive a gradient.
 
 NormLinearInputs = input_names(
     "NormLinearInputs", "x branch branch_bias norm_weight norm_bias weight bias a b options")
@@ -426,7 +449,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, a, b, options):
         layer = options.layer
         residual, fp8_y, mean, rstd = casts.norm(
-            x, branch, branch_bias, norm_weight, norm_bias, options.eps, layer.input_quantization)
+            x, branch, norm_weight, norm_bias, options.eps, layer.input_quantization)
         adapter = AdapterArguments(a, b, options.adapter_scale)
         out, saved = _forward_gemm_with_adapter(fp8_y, layer.fp8_weight, bias, adapter)
         ctx.save_for_backward(residual, mean, rstd, norm_weight, *saved)

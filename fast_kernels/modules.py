@@ -598,7 +598,7 @@ class Linear(Module):
         self.add_linear("", out_features, in_features, bias, init_method)
 
     def run(self, x, is_first_microbatch):
-        return fused.linear(x, self, is_first_microbatch, adds_bias=True).output
+        return fused.linear(x, self, is_first_microbatch, is_branch=False).output
 
 
 class LayerNormLinear(Module):
@@ -635,7 +635,7 @@ class LayerNormMLP(Module):
 
     def run(self, x, is_first_microbatch):
         _, hidden = fused.norm_fc1(Stream(x), self, is_first_microbatch)
-        return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).output
+        return fused.activation_linear(hidden, self, is_first_microbatch, is_branch=False).output
 
 
 # model_te_optimized.py and te_reference.py have copies of this function, for their modules

@@ -122,7 +122,7 @@ def _run_mlp(module, x, quantization, gradient_scaling, is_first_microbatch):
 def _norm(module, x, quantization):
     """Return the module's norm of x in FP8, and its mean (None for RMSNorm) and rstd."""
     _, fp8_x, mean, rstd = casts.norm(
-        x.detach(), None, None, module.layer_norm_weight.detach(), _detach(module.layer_norm_bias),
+        x.detach(), None, module.layer_norm_weight.detach(), _detach(module.layer_norm_bias),
         module.eps, quantization)
     return fp8_x, mean, rstd
 

@@ -1,6 +1,6 @@
 """Norm and activation of a GPT without FP8: the kernels of casts.py with BF16 outputs, and autograd.
 
-`add_norm` adds a branch and its bias to the residual and normalizes the sum; `activate` adds a bias and
+`add_norm` adds a branch to the residual and normalizes the sum; `activate` adds a bias and
 applies an activation. Each is one kernel forward and, with the sum that gives the bias's gradient, two
 backward. PyTorch would run one kernel a step, each of which reads and writes all values.
 
@@ -18,8 +18,8 @@ AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias e
 
 
 def add_norm(x, branch, branch_bias, weight, bias, eps):
-    """Return residual = x + branch + branch_bias and its norm, both (N, C). For the arguments see
-    `casts.norm`."""
+    """Return residual = x + branch and its norm, both (N, C). branch_bias: the part of the branch whose
+    gradient is returned, too, or None. For the other arguments see `casts.norm`."""
     is_too_wide = x.shape[-1] > casts.MAX_WIDTH
     if is_too_wide or not _runs_kernels(x, branch, branch_bias, weight, bias):
         return add_norm_reference(x, branch, branch_bias, weight, bias, eps)
@@ -35,13 +35,18 @@ def add_norm(x, branch, branch_bias, weight, bias, eps):
 def add_norm_reference(x, branch, branch_bias, weight, bias, eps):
     """`add_norm` in plain PyTorch."""
     residual = x
-    if branch_bias is not None:
-        branch = branch + branch_bias
     if branch is not None:
-        residual = x + branch
+        residual = x + with_gradient_of(branch_bias, branch)
     if bias is None:
         return residual, F.rms_norm(residual, weight.shape, weight, eps)
     return residual, F.layer_norm(residual, weight.shape, weight, bias, eps)
+
+
+def with_gradient_of(bias, y):
+    """Return y, (N, C), in which `bias`, (C,) or None, is included, so that the bias gets its gradient."""
+    if bias is None:
+        return y
+    return y + (bias - bias.detach())  # zero
 
 
 def activate(activation, x, bias):
@@ -129,7 +134,7 @@ def _differentiate_norm_in_pytorch(ctx, dresidual, dy):
 def _add_norm(x, branch, branch_bias, weight, bias, eps):
     """`add_norm` as an operation. residual is (0,) without a branch; mean and rstd are (N,), mean of RMSNorm
     (0,)."""
-    residual, y, mean, rstd = casts.norm_bf16(x, branch, branch_bias, weight, bias, eps)
+    residual, y, mean, rstd = casts.norm_bf16(x, branch, weight, bias, eps)
     if branch is None:
         residual = x.new_empty(0)
     if mean is None:

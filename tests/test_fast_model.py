@@ -365,6 +365,23 @@ def test_an_edited_branch_gets_its_gradient():
     assert head.weight.grad is None  # as in PyTorch, so that no optimizer decays it
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_bias_below_the_last_bit_counts_once(in_fp8):
+    """As after the first update of a GPT. Added to a branch that is already rounded, such a bias would decide
+    the ties of the sum's rounding, and all values would move by several times the bias."""
+    linear = modules.Linear(64, 64).to(DEVICE, torch.bfloat16)
+    head = modules.LayerNormLinear(64, 64).to(DEVICE, torch.bfloat16)
+    x = (0.02 * torch.randn(8192, 64, device=DEVICE)).bfloat16()
+    y = (0.2 * torch.randn(8192, 64, device=DEVICE)).bfloat16()
+    sums = []
+    for bias in (0.0, 0.0, 1e-5):  # the first pass finds FP8's scales
+        torch.nn.init.constant_(linear.bias, bias)
+        with modules.autocast(enabled=in_fp8, recipe=DelayedScaling()):
+            stream, _ = fused.norm_linear(Stream(x).add(fused.linear(y, linear)), head)
+        sums.append(stream.value().double().mean().item())
+    assert sums[2] - sums[1] == pytest.approx(1e-5, rel=0.2)
+
+
 def test_the_optimized_model_on_this_engine_has_a_health():
     """Amax and saturation of each tensor: those of the optimized model on the default engine."""
     found = []

@@ -59,11 +59,11 @@ def test_add_norm(rows, columns, kind, added):
     residual, y = unquantized.add_norm(*inputs, EPS)
     rounded = residual.detach()  # the norm is of the sum that is rounded to BF16
     exact_inputs = exact(inputs)
-    sums = [tensor for tensor in exact_inputs[:3] if tensor is not None]
-    exact_residual = sum(sums)
+    exact_residual, _ = unquantized.add_norm_reference(*exact_inputs, EPS)
+    exact_sum = exact_residual.detach().clone()
     exact_residual.data.copy_(rounded)
     _, exact_y = unquantized.add_norm_reference(exact_residual, None, None, *exact_inputs[3:], EPS)
-    torch.testing.assert_close(rounded.double(), sum(t.detach() for t in sums), rtol=1.01 * BF16, atol=1e-6)
+    torch.testing.assert_close(rounded.double(), exact_sum, rtol=1.01 * BF16, atol=1e-6)
     assert_close(y, exact_y)
 
     outputs, exact_outputs = [residual, y], [exact_residual, exact_y]
