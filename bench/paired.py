@@ -49,7 +49,9 @@ functions (bench/fp8_arms.py):
 
 Each GPU trains some of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its state,
 and the same command continues it. The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an
-arm is not needed after its run. The JSON has in `runs` a record per complete run, with the loss of each step.
+arm is not needed after its run.
+
+The JSON is written after each run. It has in `runs` a record per complete run, with the loss of each step.
 From all of them it has `rows`, one per arm, size, length and window: differences, their 95 % intervals over
 seeds (t distribution), and how much faster an arm is at the loss of BF16.
 
@@ -82,6 +84,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -150,6 +153,7 @@ SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tin
 PARTS = 20  # of a run in `differences_over_run`
 CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
 TIME_TO_TRAIN = 0.95  # of --minutes; the rest is for writing the state
+SECONDS_TO_WRITE = 10  # between two looks at the runs of other processes
 NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
 # 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
@@ -235,8 +239,10 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
 
 
 def is_complete(part: Part) -> bool:
+    if not validation_file(part).exists():  # written last: until then another process may replace the rest
+        return False
     meta = meta_of(part)
-    return meta is not None and meta["step"] == part.last_step and "val_loss" in meta
+    return meta is not None and meta["step"] == part.last_step
 
 
 def meta_of(part: Part) -> dict | None:
@@ -514,14 +520,15 @@ def load_state(folder: Path, model, optimizer) -> None:
 
 # ---------------------------------------------------------------- all runs, on all GPUs
 
-def train_seeds(options: Options) -> bool:
-    """Train the runs of all lengths and seeds on one device. Return whether they are complete in time."""
+def train_seeds(options: Options, write: Callable) -> bool:
+    """Train the runs of all lengths and seeds on one device. Return whether they are complete in time.
+    write(): called after each run."""
     with closing(StopRequest()) as stop:  # Ctrl-C and SIGTERM finish the step and save
         limit = TimeLimit(options.minutes, stop)
-        return all(train_length(single, limit) for single in options.one_length_each())
+        return all(train_length(single, limit, write) for single in options.one_length_each())
 
 
-def train_length(options: Options, limit: TimeLimit) -> bool:
+def train_length(options: Options, limit: TimeLimit, write: Callable) -> bool:
     """Train the runs of one length within the time limit. Return whether they are complete."""
     for seed in options.seeds:
         for arm in (BASELINE, *options.arms):
@@ -537,6 +544,7 @@ def train_length(options: Options, limit: TimeLimit) -> bool:
                     return False
                 source = part.folder
             print(f"{options.size} seed {seed} {arm}: done", flush=True)
+            write()
     return True
 
 
@@ -559,11 +567,12 @@ def visible_gpus() -> list[str]:
     return [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
 
 
-def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
-    """Train each GPU's share of the seeds in a process of its own. Return whether all are complete."""
+def train_on_all_gpus(options: Options, argv: list[str], write: Callable) -> bool:
+    """Train each GPU's share of the seeds in a process of its own. Return whether all are complete. write():
+    called after each run, or every few seconds."""
     gpus = visible_gpus()
     if len(gpus) == 1 or len(options.seeds) == 1:
-        return train_seeds(options)
+        return train_seeds(options, write)
     processes = {}  # {their seeds: process}
     for i, gpu in enumerate(gpus):
         seeds = [str(seed) for seed in options.seeds[i::len(gpus)]]
@@ -572,18 +581,23 @@ def train_on_all_gpus(options: Options, argv: list[str]) -> bool:
             command = [sys.executable, __file__, *argv, "--seeds", *seeds, "--only-train"]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             processes[" ".join(seeds)] = subprocess.Popen(command, env=environment)
-    wait_for(list(processes.values()))
+    wait_for(list(processes.values()), write)
     for seeds, process in processes.items():
         if process.returncode not in (0, NOT_COMPLETE):
             print(f"--seeds {seeds}: its process failed with exit code {process.returncode}", flush=True)
     return all(process.returncode == 0 for process in processes.values())
 
 
-def wait_for(processes: list[subprocess.Popen]) -> None:
-    """Wait for the end of all processes. Pass a signal on, at which they save their states."""
+def wait_for(processes: list[subprocess.Popen], write: Callable) -> None:
+    """Wait for the end of all processes. Pass a signal on, at which they save their states. write(): called
+    every SECONDS_TO_WRITE."""
     is_passed_on = False
+    written = clock()
     with closing(StopRequest()) as stop:
         while any(process.poll() is None for process in processes):
+            if clock() > written + SECONDS_TO_WRITE:
+                write()
+                written = clock()
             if stop.is_received and not is_passed_on:
                 is_passed_on = True
                 for process in processes:
@@ -1058,30 +1072,32 @@ def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
                              "name another --out-dir")
 
 
-def add_runs(options: Options, argv) -> list[dict]:
-    """Add the complete runs of the options to the JSON. Print what is no pair, and return the rows."""
-    document = {"commands": [], "runs": []}
-    if options.json.exists():
-        document = json.loads(options.json.read_text())
-    new = []
+def complete_runs(options: Options) -> list[dict]:
+    """Return the records of the complete runs of the options."""
+    records = []
     for single in options.one_length_each():
         for seed in options.seeds:
             for arm in (BASELINE, *options.arms):
-                record = run_record(single, arm, seed)
-                if record is not None:
-                    new.append(record)
+                records.append(run_record(single, arm, seed))
+    return [record for record in records if record is not None]
+
+
+def add_runs(options: Options, argv) -> dict:
+    """Add the complete runs of the options to the JSON. Return what is in it then: commands, rows, runs."""
+    document = {"commands": [], "runs": []}
+    if options.json.exists():
+        document = json.loads(options.json.read_text())
+    new = complete_runs(options)
     new_keys = [stored_key(run) for run in new]
-    kept = [run for run in document["runs"] if stored_key(run) not in new_keys]
-    command = command_line("bench/paired.py", argv)
+    runs = [run for run in document["runs"] if stored_key(run) not in new_keys] + new
     commands = document["commands"]
+    command = command_line("bench/paired.py", argv)
     if command not in commands:
         commands.append(command)
-    rows = summarize(kept + new)
+    document = {"commands": commands, "rows": summarize(runs), "runs": runs}
     if new:
-        write_json(options.json, {"commands": commands, "rows": rows, "runs": kept + new})
-    for line in lines_about_left_out(kept + new):
-        print(line)
-    return rows
+        write_json(options.json, document)
+    return document
 
 
 def main(argv=None) -> int:
@@ -1091,14 +1107,17 @@ def main(argv=None) -> int:
     for single in options.one_length_each():
         check_folders(single)
     if options.only_train:
-        return 0 if train_seeds(options) else NOT_COMPLETE
+        return 0 if train_seeds(options, write=lambda: None) else NOT_COMPLETE
+    write = functools.partial(add_runs, options, argv)  # also while training: the process may be killed
     is_done = False
     try:
-        is_done = train_on_all_gpus(options, argv)
+        is_done = train_on_all_gpus(options, argv, write)
     finally:  # also after an error
-        rows = add_runs(options, argv)
-    if rows:
-        print(main_table(rows))
+        document = write()
+    for line in lines_about_left_out(document["runs"]):
+        print(line)
+    if document["rows"]:
+        print(main_table(document["rows"]))
     if not is_done:
         print("not complete: the time is over, or a process has failed; the same command continues")
         return 1

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_sigterm_saves_the_state(study, monkeypatch):
     assert code == 0 and len(trained) == 2 * STEPS
     for run, other in zip(document["runs"], expected["runs"]):
         assert run["losses"] == other["losses"]
+
+
+def test_a_run_is_in_the_json_while_others_train(study, tmp_path, monkeypatch):
+    """On two GPUs, here two processes: what is complete stays if the command is killed."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(paired, "SECONDS_TO_WRITE", 0)
+    path = tmp_path / "runs.json"
+    stored = set()  # numbers of runs, each time that the command waits
+
+    def wait(seconds):
+        stored.add(len(json.loads(path.read_text())["runs"]) if path.exists() else 0)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(paired, "sleep", wait)
+    code, document = study("--arms", "fp8", "--seeds", "1", "2")
+    assert code == 0 and len(document["runs"]) == 4
+    assert stored & {1, 2, 3}
 
 
 def test_a_folder_of_other_options_is_refused(study, monkeypatch):
