@@ -689,6 +689,12 @@ def groups_of(runs: list[dict]) -> list[Group]:
     return groups
 
 
+def as_of_one_corpus(runs: list[dict]) -> list[dict]:
+    """Return the records so that a row has the seeds of all of them, also where their token files are several
+    draws of a corpus, such as the packages of several machines."""
+    return [run | {"train_sha256": "any"} for run in runs]
+
+
 def baselines_of(runs: list[dict]) -> dict:
     """Return {pair_key(run): BF16's runs}."""
     baselines = {}
