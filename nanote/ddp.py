@@ -222,7 +222,6 @@ class Gradients:
             parameter.overwrite_main_grad = self.current.is_first_microbatch
             parameter.grad_added_to_main_grad = False
 
-    @torch.no_grad()
     def _collect(self, parameter):
         """Take the gradient of a parameter, which arrives in one of three ways:
 
@@ -233,18 +232,20 @@ class Gradients:
         if self.current is None:  # a backward pass outside `accumulate`
             return
         bucket = self.bucket_of[parameter]
-        if parameter not in bucket.awaited:
+        try:
+            bucket.awaited.remove(parameter)
+        except KeyError:
             raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
-                             "to torch.utils.checkpoint.checkpoint")
+                             "to torch.utils.checkpoint.checkpoint") from None
         gradient = parameter.grad
         main_grad = parameter.main_grad
         if not parameter.grad_added_to_main_grad:  # way 1
             bucket.collected.append((main_grad, gradient))
         elif gradient is not None and gradient.data_ptr() != main_grad.data_ptr():  # way 3
-            main_grad.copy_(gradient)
+            with torch.no_grad():  # as a decorator it takes longer than the rest of this method
+                main_grad.copy_(gradient)
         parameter.grad = None
         parameter.grad_added_to_main_grad = False
-        bucket.awaited.remove(parameter)
         self.used.add(parameter)
         if not bucket.awaited:
             self._complete(bucket)
