@@ -175,12 +175,12 @@ class Gradients:
 
     def _register_hooks(self):
         """Let autograd call `_collect` with each parameter that has its gradient."""
-        method = weakref.WeakMethod(self._collect)  # Python cannot free a cycle through such a hook
+        reference = weakref.ref(self)  # Python cannot free a cycle through such a hook
 
         def hook(parameter):
-            collect = method()  # None if these gradients are gone
-            if collect is not None:
-                collect(parameter)
+            gradients = reference()  # None if these gradients are gone
+            if gradients is not None:
+                gradients._collect(parameter)
 
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(hook)
@@ -216,9 +216,9 @@ class Gradients:
         for bucket in self.buckets:
             bucket.awaited = set(bucket.offsets)
             bucket.collected = []
-        for parameter in self.parameters:
+        for parameter, view in self.views.items():  # which takes less time than to look each one up
             parameter.grad = None  # drops what another backward pass has left
-            parameter.main_grad = self.views[parameter]
+            parameter.main_grad = view
             parameter.overwrite_main_grad = self.current.is_first_microbatch
             parameter.grad_added_to_main_grad = False
 
@@ -246,13 +246,13 @@ class Gradients:
                 main_grad.copy_(gradient)
         parameter.grad = None
         parameter.grad_added_to_main_grad = False
-        self.used.add(parameter)
         if not bucket.awaited:
             self._complete(bucket)
 
     @torch.no_grad()
     def _complete(self, bucket):
         """Copy or add what autograd has given to the bucket, and reduce the buckets that are ready."""
+        self.used |= set(bucket.offsets) - bucket.awaited
         if self.current.is_first_microbatch:
             for parameter in bucket.awaited:
                 parameter.main_grad.zero_()
@@ -292,8 +292,8 @@ class Gradients:
 
     def set_grad(self) -> None:
         """Set `grad` of each parameter. Without a gradient it is None: the optimizer skips the parameter."""
-        for parameter in self.parameters:
-            parameter.grad = self.views[parameter] if parameter in self.used else None
+        for parameter, view in self.views.items():
+            parameter.grad = view if parameter in self.used else None
 
 
 class ShardedGradients:
