@@ -384,28 +384,27 @@ def cast(x, quantization, with_dbias=False, out=None):
         out = allocate_fp8(x, *x.shape, fp8_dtype)
     else:
         check_output("fast_kernels.casts.cast", x, out, fp8_dtype)
-    dbias = _cast(x, scale, amax, *out, with_dbias)
-    if not with_dbias:
-        dbias = None
+    dbias = x.new_empty(x.shape[1]) if with_dbias else None
+    _cast(x, scale, amax, *out, dbias)
     return out, dbias
 
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!) rowwise, Tensor(c!) columnwise, "
-    "Tensor(d!) scale_inv, bool with_dbias) -> Tensor")
-def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
+    "Tensor(d!) scale_inv, Tensor(e!)? dbias) -> ()")
+def _cast(x, scale, amax, rowwise, columnwise, scale_inv, dbias):
+    if is_fake(x):
+        return
     rows, columns = x.shape
-    dbias = x.new_empty(columns if with_dbias else 0)
-    if not is_fake(x):
-        partial_sums = None
-        if with_dbias:
-            tile_rows = ceil_div(rows, DBIAS_TILE["ROWS"])
-            partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
-        _activation_launch("identity", rows, columns, with_dbias).run(
-            x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
-        if with_dbias:
-            reduce_rows(partial_sums, dbias)
-    return dbias
+    with_dbias = dbias is not None
+    partial_sums = None
+    if with_dbias:
+        tile_rows = ceil_div(rows, DBIAS_TILE["ROWS"])
+        partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
+    _activation_launch("identity", rows, columns, with_dbias).run(
+        x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
+    if with_dbias:
+        reduce_rows(partial_sums, dbias)
 
 
 @operation(
