@@ -157,7 +157,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
     norm_weight = module.parameter("layer_norm_weight")
     norm_bias = module.parameter("layer_norm_bias")
     inputs = (stream.residual, branch.output, branch.bias, norm_weight, norm_bias)
-    a, b, scale = adapter_arguments
+    a, b, _ = adapter_arguments
     layer = module.begin_pass(0, (*inputs, a, b), is_first_microbatch)
     bias = layer.bias if adds_bias else None
     if layer.fp8_weight is None:
@@ -166,7 +166,8 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
     else:
         residual, y = _NormLinear.apply(
             *inputs, layer.weight, bias, a, b,
-            NormLinearOptions(layer, module.eps, branch.gradient_quantization, tied_gradient, scale))
+            NormLinearOptions(
+                layer, module.eps, branch.gradient_quantization, tied_gradient, adapter_arguments))
     return Stream(residual), y, layer
 
 
@@ -211,7 +212,7 @@ def _linear(hidden: Hidden, layer, activation, is_branch, adapter):
         return Branch(_unquantized_linear(hidden.output, layer.weight, bias, adapter), bias_of_branch)
     y = _Linear.apply(
         hidden.output, hidden.bias, layer.weight, bias, adapter.a, adapter.b,
-        LinearOptions(layer, activation, hidden.gradient_quantization, adapter.scale))
+        LinearOptions(layer, activation, hidden.gradient_quantization, adapter))
     return Branch(y, bias_of_branch, layer.gradient_quantization)
 
 
@@ -332,15 +333,14 @@ def _check_adapter(adapter, in_features, out_features):
                              "torch.bfloat16")
 
 
-# The gradients of a linear layer's input, its parameters and its adapter, and which of them are needed
-LinearGradients = input_names("LinearGradients", "x weight bias a b")
-NeededGradients = input_names("NeededGradients", "x weight bias a b")
+def _backward_gemms(layer, dy, saved: SavedOperands, needs, needs_dx):
+    """Return the gradients of a linear layer: of x, weight, bias, a and b, None for each that is not needed.
 
-
-def _backward_gemms(layer, dy, saved: SavedOperands, needs: NeededGradients) -> LinearGradients:
-    """Return the gradients of a linear layer; None for each that is not needed.
-
-    dy: (N, out), BF16 or a Float8Tensor."""
+    Args:
+        dy: (N, out), BF16 or a Float8Tensor.
+        needs: NormLinearInputs or LinearInputs, which of the inputs need a gradient.
+        needs_dx: whether the input of the GEMM does.
+    """
     dx = dweight = dbias = da = db = None
     if type(dy) is Float8Tensor:
         fp8_dy = dy
@@ -358,15 +358,15 @@ def _backward_gemms(layer, dy, saved: SavedOperands, needs: NeededGradients) -> 
         if needs.b:
             # db = dyᵀ @ low
             db = narrow_gemm(fp8_dy.columnwise, fp8_dy.scale_inv, low.T)
-        if needs.x:
+        if needs_dx:
             dx = dlow @ a
-    if needs.x:
+    if needs_dx:
         # dx = dy @ weight, and dlow @ a of an adapter
         dx = input_gradient(fp8_dy, saved.weight, added_to=dx)
     if needs.weight:
         # dweight = dyᵀ @ x
         dweight = _parameter_gradient(layer.weight, functools.partial(weight_gradient, fp8_dy, saved.x))
-    return LinearGradients(dx, dweight, dbias, da, db)
+    return dx, dweight, dbias, da, db
 
 
 def _parameter_gradient(parameter, compute):
@@ -430,7 +430,7 @@ class NormLinearOptions(NamedTuple):
     eps: float
     dbranch_quantization: Quantization | None  # of the gradient of branch
     tied_gradient: object | None
-    adapter_scale: float | None
+    adapter: AdapterArguments  # a and b are inputs as well, to receive gradients
 
 
 class LinearOptions(NamedTuple):
@@ -439,7 +439,7 @@ class LinearOptions(NamedTuple):
     layer: LinearPass
     activation: str | None
     dx_quantization: Quantization | None
-    adapter_scale: float | None
+    adapter: AdapterArguments
 
 
 class _NormLinear(torch.autograd.Function):
@@ -450,8 +450,7 @@ class _NormLinear(torch.autograd.Function):
         layer = options.layer
         residual, fp8_y, mean, rstd = casts.norm(
             x, branch, norm_weight, norm_bias, options.eps, layer.input_quantization)
-        adapter = AdapterArguments(a, b, options.adapter_scale)
-        out, saved = _forward_gemm_with_adapter(fp8_y, layer.fp8_weight, bias, adapter)
+        out, saved = _forward_gemm_with_adapter(fp8_y, layer.fp8_weight, bias, options.adapter)
         ctx.save_for_backward(residual, mean, rstd, norm_weight, *saved)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -476,20 +475,18 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
     options = ctx.options
     residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
     needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
-    linear_needs = NeededGradients(needs_dy, needs.weight, needs.bias, needs.a, needs.b)
-    gradients = _backward_gemms(
-        options.layer, dout, _saved_operands(saved, options.adapter_scale), linear_needs)
-    dweight = gradients.weight
+    dy, dweight, dbias, da, db = _backward_gemms(
+        options.layer, dout, _saved_operands(saved, options.adapter.scale), needs, needs_dy)
     if options.tied_gradient is not None and needs.weight:
         options.tied_gradient.add(dweight)
         dweight = None
     if not needs_dy:
-        return NormLinearInputs(weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
+        return NormLinearInputs(weight=dweight, bias=dbias, a=da, b=db)
     quantization = options.dbranch_quantization if needs.branch else None
     if dresidual is not None:
         dresidual = dresidual.contiguous()
     norm = casts.norm_backward(
-        gradients.x, residual, mean, rstd, norm_weight, dresidual, quantization,
+        dy, residual, mean, rstd, norm_weight, dresidual, quantization,
         with_dbranch_bias=needs.branch_bias)
     dbranch = None
     if quantization is not None:
@@ -498,7 +495,7 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         dbranch = norm.dx
     return NormLinearInputs(
         x=norm.dx, branch=dbranch, branch_bias=norm.dbranch_bias, norm_weight=norm.dweight,
-        norm_bias=norm.dbias, weight=dweight, bias=gradients.bias, a=gradients.a, b=gradients.b)
+        norm_bias=norm.dbias, weight=dweight, bias=dbias, a=da, b=db)
 
 
 class _LinearInBF16(torch.autograd.Function):
@@ -539,8 +536,7 @@ class _Linear(torch.autograd.Function):
             fp8_x = casts.activate(activation, x, x_bias, layer.input_quantization)
             saved_x = x
             saved_bias = x_bias
-        adapter = AdapterArguments(a, b, options.adapter_scale)
-        out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, adapter)
+        out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, options.adapter)
         ctx.save_for_backward(saved_x, saved_bias, *saved)
         ctx.options = options
         return out
@@ -554,14 +550,12 @@ class _Linear(torch.autograd.Function):
         saved_x, saved_bias, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
-        linear_needs = NeededGradients(needs_dx, needs.weight, needs.bias, needs.a, needs.b)
-        gradients = _backward_gemms(layer, dy, _saved_operands(saved, options.adapter_scale), linear_needs)
-        dx = gradients.x
+        dx, dweight, dbias, da, db = _backward_gemms(
+            layer, dy, _saved_operands(saved, options.adapter.scale), needs, needs_dx)
         dx_bias = None
         if activation is not None and needs_dx:
             fp8_dx, dx_bias = casts.activate_backward(
                 activation, dx, saved_x, saved_bias, options.dx_quantization)
             dx = Float8Tensor(*fp8_dx)
         layer.update_gradient_scales()
-        return tuple(LinearInputs(
-            x=dx, x_bias=dx_bias, weight=gradients.weight, bias=gradients.bias, a=gradients.a, b=gradients.b))
+        return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias, a=da, b=db))
