@@ -110,7 +110,8 @@ def operation(schema, setup_context=None, backward=None):
 
         @functools.wraps(function)
         def call_with_autograd(*args):
-            return op(*args) if is_tracing() or not are_plain(args) else with_autograd(*args)
+            tensors = [args[place] for place in tensor_places]
+            return op(*args) if is_tracing() or not are_plain(tensors) else with_autograd(*args)
         return call_with_autograd
 
     return register
@@ -121,7 +122,8 @@ def are_plain(args):
     of a class that defines what operations do, such as a Float8Tensor or a DTensor."""
     if is_transforming():
         return False
-    return all(type(x) in PLAIN for x in args if isinstance(x, torch.Tensor))
+    # isinstance last: it takes 0.3 us for what is not a tensor
+    return all(x is None or type(x) in PLAIN or not isinstance(x, torch.Tensor) for x in args)
 
 
 def _autograd_function(name, function, setup_context, backward):
