@@ -12,7 +12,6 @@ a launch looks its variant up by device, dtypes and alignment of the tensors.
 """
 
 import functools
-import math
 
 import triton
 from triton.runtime import driver
@@ -47,11 +46,21 @@ class Launch:
             self.kernel[self.grid](*tensors, **self.options)
             return
         device_index = tensors[0].get_device()
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        key = (device_index, *[None if x is None else x.dtype for x in tensors])
-        is_aligned = math.gcd(16, *filter(None, addresses)) == 16
-        if not is_aligned:  # Triton compiles another variant for such tensors
-            key += tuple([address is not None and address % 16 > 0 for address in addresses])
+        addresses = []
+        kinds = [device_index]  # and the dtypes
+        address_bits = 0
+        for x in tensors:
+            if x is None:
+                addresses.append(None)
+                kinds.append(None)
+            else:
+                address = x.data_ptr()
+                address_bits |= address
+                addresses.append(address)
+                kinds.append(x.dtype)
+        if address_bits % 16:  # Triton compiles another variant for tensors that are not aligned
+            kinds += [address is not None and address % 16 > 0 for address in addresses]
+        key = tuple(kinds)
         variant = self.variants.get(key)
         if variant is None:
             compiled = self.kernel[self.grid](*tensors, **self.options)
