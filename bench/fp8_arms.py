@@ -77,8 +77,8 @@ def quantizations_of_one(operand):
     """Return a method of Module: how the tensors of a GEMM are quantized, all but one of them to BF16."""
     original = modules.Module._gemm_quantizations
 
-    def method(module, gemm):
-        quantizations = original(module, gemm)
+    def method(module, gemm, recipe):
+        quantizations = original(module, gemm, recipe)
         others = {name: getattr(quantizations, name)._replace(fp8_dtype=torch.bfloat16)
                   for name in quantizations._fields if name != operand}
         return quantizations._replace(**others)

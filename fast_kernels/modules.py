@@ -328,7 +328,7 @@ class Module(CheckedOptions, nn.Module):
         self.fp8_meta = {"num_gemms": num_gemms}
         self.fp8_meta["fp8_checkpoint"] = False  # TE's name for whether the last forward pass was in FP8
         self._fp8_workspaces = {}  # {weight's name: FP8Data}, kept over the micro-batches of a step
-        self._quantizations = {}  # {GEMM: (format, GemmQuantizations)}
+        self._quantizations = {}  # {GEMM: (what `_gemm_quantizations` made them for, GemmQuantizations)}
         self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
         self.bias_names = []
 
@@ -383,10 +383,8 @@ class Module(CheckedOptions, nn.Module):
         self.fp8_meta["fp8_checkpoint"] = enabled
         if not enabled:
             return LinearPass(weight, bias)
-        self.check_device()
+        quantizations = self._gemm_quantizations(gemm, regions[-1].recipe)
         self.check_dtype(weight, inputs[0])
-        self.init_fp8_meta_tensors(regions[-1].recipe)
-        quantizations = self._gemm_quantizations(gemm)
         recompute = _open.recompute
         if recompute is not None and recompute.replays:
             quantizations = recompute.replay(quantizations)
@@ -469,24 +467,27 @@ class Module(CheckedOptions, nn.Module):
             # Without this, each replay of torch.compile's CUDA graph copies the tensor and updates the copy
             torch._dynamo.mark_static_address(tensor)
 
-    def _gemm_quantizations(self, gemm) -> GemmQuantizations:
-        """Return how the tensors of a GEMM are quantized: views of this module's scales and histories."""
-        fp8_format = self.fp8_meta["recipe"].fp8_format
-        last_format, quantizations = self._quantizations.get(gemm, (None, None))
-        if last_format is not fp8_format:  # a recipe may change in place
+    def _gemm_quantizations(self, gemm, recipe) -> GemmQuantizations:
+        """Return how the tensors of a GEMM are quantized: views of this module's scales and histories. They
+        are made, and what they need is checked, once for a recipe."""
+        made_for = recipe, recipe.fp8_format, recipe.amax_history_len  # a recipe may change in place
+        last_made_for, quantizations = self._quantizations.get(gemm, (None, None))
+        if last_made_for != made_for:
+            self.check_device()
+            self.init_fp8_meta_tensors(recipe)
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
             quantizations = GemmQuantizations(
                 input=forward.quantization(3 * gemm, torch.float8_e4m3fn),
                 weight=forward.quantization(3 * gemm + 1, torch.float8_e4m3fn),
-                output_gradient=backward.quantization(2 * gemm, gradient_dtype(fp8_format)))
-            self._quantizations[gemm] = fp8_format, quantizations
+                output_gradient=backward.quantization(2 * gemm, gradient_dtype(recipe.fp8_format)))
+            self._quantizations[gemm] = made_for, quantizations
         return quantizations
 
     def gradient_quantization(self) -> Quantization | None:
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
         if not self.fp8_meta["fp8_checkpoint"]:
             return None
-        return self._gemm_quantizations(0).output_gradient
+        return self._gemm_quantizations(0, self.fp8_meta["recipe"]).output_gradient
 
     def workspace(self, gemm):
         """Return the memory of a GEMM's quantized weight, allocated on first use."""
@@ -501,11 +502,11 @@ class Module(CheckedOptions, nn.Module):
 
     def quantized_weight(self, gemm, quantization, is_first_microbatch):
         """Return a GEMM's weight in FP8. is_first_microbatch: see `begin_pass`."""
-        weight = self.weight_of(gemm)
+        name = self.weight_names[gemm]
+        weight = self.parameter(name)
         is_plain = type(weight) is nn.Parameter  # first: isinstance takes 0.3 us for a class of tensors
         if not is_plain and isinstance(weight, Float8Tensor):  # frozen, or gathered in FP8
             return weight.fp8_data()
-        name = self.weight_names[gemm]
         if is_first_microbatch is False and name in self._fp8_workspaces:
             return self._fp8_workspaces[name]
         out = self.workspace(gemm) if is_first_microbatch else None
@@ -523,16 +524,13 @@ class Module(CheckedOptions, nn.Module):
 
     def weight_quantization(self, gemm, recipe) -> Quantization:
         """Return how a GEMM's weight is quantized in a pass with `recipe`."""
-        self.init_fp8_meta_tensors(recipe)
-        return self._gemm_quantizations(gemm).weight
+        return self._gemm_quantizations(gemm, recipe).weight
 
     def weights_to_quantize(self, recipe) -> list:
         """Return (weight, rowwise, columnwise, scale_inv, scale, amax) of each weight that is not frozen."""
-        self.init_fp8_meta_tensors(recipe)
-        self.check_device()
         weights = []
         for gemm, name in enumerate(self.weight_names):
-            weight = self.weight_of(gemm)
+            weight = self.parameter(name)
             self.check_dtype(weight, weight)
             if type(weight) not in PLAIN:
                 if isinstance(weight, FrozenWeight):
@@ -540,7 +538,7 @@ class Module(CheckedOptions, nn.Module):
                 raise ValueError(  # such as a DTensor, a shard
                     f"FP8: {name} is a {type(weight).__name__}, which is not all in memory yet; "
                     "with fully_shard set model.quantizes_weights_first = False")
-            scale, amax, _ = self._gemm_quantizations(gemm).weight
+            scale, amax, _ = self._gemm_quantizations(gemm, recipe).weight
             weights.append((weight, *self.workspace(gemm), scale, amax))
         return weights
 
