@@ -123,11 +123,9 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     if is_fake(a):
         return
     is_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
-    address_bits = a.data_ptr() | b.data_ptr() | out.data_ptr()
     bias_key = None
     if bias is not None:
         is_contiguous = is_contiguous and bias.is_contiguous()
-        address_bits |= bias.data_ptr()
         bias_key = bias.shape, bias.dtype
     key = (a.shape, b.shape, out.shape, a.dtype, b.dtype, out.dtype, bias_key, accumulation, accumulate,
            a.get_device())
@@ -135,14 +133,13 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
     operands = a, a_scale_inv, b, b_scale_inv, bias, out
     if plan is None or not is_contiguous:  # a shape is checked when it is new; contiguity is not in the key
         _check(operands, accumulation)
-    if address_bits % 16:  # one of them is not aligned
-        check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if torch.are_deterministic_algorithms_enabled():
         plan = None
     elif plan is None and a.is_cuda and _library() is not None:
         plan = _add_plan(key, operands, accumulate, accumulation)
     algorithm = None if plan is None else plan.find_algorithm(operands)
     if algorithm is None:
+        check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
         _run_torch(operands, accumulation, accumulate)
     else:
         plan.run(algorithm, a, a_scale_inv, b, b_scale_inv, bias, out)
@@ -426,7 +423,12 @@ class _Plan:
             workspace = a.new_empty(workspace_bytes, dtype=torch.uint8)
             workspace_address = workspace.data_ptr()
         a_layout, b_layout, out_layout = self.layouts
+        a_address = a.data_ptr()
+        b_address = b.data_ptr()
         out_address = out.data_ptr()
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if (a_address | b_address | out_address | bias_address) % 16:  # one of them is not aligned
+            check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
         set_attribute = self.set_attribute
         value = self.pointer_value
         reference = self.pointer_reference
@@ -438,10 +440,10 @@ class _Plan:
                 value.value = a_scale_inv.data_ptr()
                 status = status or set_attribute(descriptor, B_SCALE_POINTER, reference, POINTER_BYTES)
             if bias is not None:
-                value.value = bias.data_ptr()
+                value.value = bias_address
                 status = status or set_attribute(descriptor, BIAS_POINTER, reference, POINTER_BYTES)
             status = status or self.multiply(
-                self.handle, descriptor, ONE, b.data_ptr(), b_layout, a.data_ptr(), a_layout, self.beta,
+                self.handle, descriptor, ONE, b_address, b_layout, a_address, a_layout, self.beta,
                 out_address, out_layout, out_address, out_layout, ctypes.byref(algorithm), workspace_address,
                 workspace_bytes, self.get_stream(self.device_index))
         if status:
