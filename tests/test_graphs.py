@@ -214,6 +214,18 @@ def test_models_that_are_deleted_leave_no_memory(name):
     assert left[-1] - left[0] < 2**20, [f"{size / 2**20:.1f} MiB" for size in left]
 
 
+def test_two_gradients_of_a_parameter_in_a_pass_are_refused():
+    """Reentrant checkpointing runs a backward pass for each use of a layer, and each gives a gradient."""
+    model = torch.nn.Linear(8, 8)
+    gradients = Gradients(model)
+    x = torch.ones(2, 8, requires_grad=True)
+    with gradients.accumulate(is_first_microbatch=True, is_last_microbatch=True):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+        with pytest.raises(ValueError, match="two gradients in one backward pass; pass use_reentrant=False"):
+            x.sum().backward()
+
+
 def test_gradients_are_freed_with_their_model():
     """A hook of a parameter that held them would keep both: Python's garbage collector cannot look inside."""
     model = torch.nn.Linear(8, 8)
