@@ -4,8 +4,8 @@ Copy this file and the folder `fast_kernels`. The network, the parameter names a
 `model_te_optimized.py`. There is no dropout of attention, no choice of its kernel and no KV cache: generate
 with `model_te_optimized.py`. The diff of the two files shows what is fused:
 
-- Blocks pass a `Stream` on: the residual, and the branch and bias still to be added to it. The kernel
-  of the next norm adds them, normalizes the sum and writes it in FP8.
+- Blocks pass a `Stream` on: the residual, and the branch still to be added to it. The kernel of the next
+  norm adds them, normalizes the sum and writes it in FP8.
 - A gradient is written in FP8 by the kernel that computes it, for the GEMMs that read it.
 - Attention reads the packed output of the QKV GEMM and writes one packed gradient. QK-norm and RoPE are one
   kernel.
