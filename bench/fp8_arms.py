@@ -115,12 +115,12 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization, wit
     return gradients._replace(fp8_dx=unquantized(gradients.dx))
 
 
-def activate(activation, x, bias, quantization):
-    return unquantized(casts.activate_bf16(activation, x, bias))
+def activate(activation, x, quantization):
+    return unquantized(casts.activate_bf16(activation, x))
 
 
-def activate_backward(activation, dy, x, bias, quantization):
-    dx, dbias = casts.activate_backward_bf16(activation, dy, x, bias)
+def activate_backward(activation, dy, x, quantization, with_dbias):
+    dx, dbias = casts.activate_backward_bf16(activation, dy, x, with_dbias)
     return unquantized(dx), dbias
 
 

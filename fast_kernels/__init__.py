@@ -7,7 +7,7 @@ Read the files in this order. A kernel's formula in plain PyTorch, `…_referenc
 
 - fp8.py          FP8 tensors: data, transposed data and scale_inv; one class passes through autograd
 - scales.py       the update of all scales under delayed scaling, in one launch
-- casts.py        norm, activation, bias and cast, each writing FP8; cast_kernels.py has the Triton kernels
+- casts.py        norm, activation and cast, each writing FP8; cast_kernels.py has the Triton kernels
 - frozen.py       weights that are not trained and stay in FP8 alone
 - unquantized.py  the same norm and activation without FP8
 - gemm.py         FP8 and BF16 GEMMs in cuBLASLt, with the fastest of its algorithms

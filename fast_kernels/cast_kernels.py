@@ -303,14 +303,10 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_input(x_ptr, bias_ptr, stride, columns, mask, in_columns):
-    """Load four adjacent rows of x + bias in float32."""
+def _load_input(x_ptr, stride, mask):
+    """Load four adjacent rows in float32."""
     a, b, c, d = load_rows(x_ptr, stride, mask)
-    a, b, c, d = widen(a), widen(b), widen(c), widen(d)
-    if bias_ptr is not None:
-        bias = _load(bias_ptr + columns, in_columns)[None, :]
-        a, b, c, d = a + bias, b + bias, c + bias, d + bias
-    return a, b, c, d
+    return widen(a), widen(b), widen(c), widen(d)
 
 
 @triton.jit
@@ -320,8 +316,8 @@ def _activate(x, up, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, y_ptr, columnwise_ptr, scale_inv_ptr,
-                       partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
+def _activation_kernel(x_ptr, scale_ptr, amax_ptr, y_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
+                       N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast.
 
@@ -331,19 +327,13 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, y_ptr, columnwise_p
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    columns = first_column + tl.arange(0, COLUMNS)
-    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
-    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
+    x = _load_input(x_ptr, width, mask)
+    up = _load_input(x_ptr + D, width, mask) if GATED else x
     # a to d: four adjacent rows of the output
     a = _activate(x[0], up[0], KIND, GATED)
     b = _activate(x[1], up[1], KIND, GATED)
     c = _activate(x[2], up[2], KIND, GATED)
     d = _activate(x[3], up[3], KIND, GATED)
-    if bias_ptr is not None and not FITS:  # outside the tensor, x + bias is the bias and not 0
-        a = tl.where(mask, a, 0.0)
-        b = tl.where(mask, b, 0.0)
-        c = tl.where(mask, c, 0.0)
-        d = tl.where(mask, d, 0.0)
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d)), sem="relaxed")
         scale = load_scale(scale_ptr, scale_inv_ptr)
@@ -367,10 +357,9 @@ def _activation_backward(dy, x, up, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, dx_ptr, columnwise_ptr,
-                                scale_inv_ptr, partial_sums_ptr, N, D, KIND: tl.constexpr,
-                                GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
-                                COLUMNS: tl.constexpr):
+def _activation_backward_kernel(dy_ptr, x_ptr, scale_ptr, amax_ptr, dx_ptr, columnwise_ptr, scale_inv_ptr,
+                                partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr,
+                                FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, gated also the one D columns to
     the right. dx and columnwise: in FP8 and transposed; scale None: dx is in BF16, and has no transpose.
     partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
@@ -378,11 +367,10 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, dx
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
-    columns = first_column + tl.arange(0, COLUMNS)
-    x = _load_input(x_ptr, bias_ptr, width, columns, mask, in_columns)
+    x = _load_input(x_ptr, width, mask)
     dy_ptr += tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
     dy = load_rows(dy_ptr, D, mask)
-    up = _load_input(x_ptr + D, bias_ptr, width, D + columns, mask, in_columns) if GATED else x
+    up = _load_input(x_ptr + D, width, mask) if GATED else x
     if scale_ptr is not None:
         scale = load_scale(scale_ptr, scale_inv_ptr)
     dx0, dup0 = _activation_backward(dy[0], x[0], up[0], KIND, GATED)

@@ -1,4 +1,4 @@
-"""Fused norm, activation, bias and cast between the GEMMs of an FP8 GPT: each writes FP8 in both layouts.
+"""Fused norm, activation and cast between the GEMMs of an FP8 GPT: each writes FP8 in both layouts.
 
 Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
@@ -8,8 +8,8 @@ All of these operations are bound by memory, so the design counts reads and writ
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
   both at once. Transformer Engine (TE) reads a tensor again to cast it, and again to transpose it.
-- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. fc1's bias is
-  added where fc1's output is read. A dbias is summed over rows where the output's gradient is written.
+- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM adds
+  its bias itself; dbias is summed over rows where the gradient of the GEMM's output is written.
 - A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
   rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 
@@ -130,33 +130,28 @@ def activation_reference(activation, x):
     return UNGATED[GATED[activation]](gate) * up
 
 
-def activate_reference(activation, x, bias, quantization):
+def activate_reference(activation, x, quantization):
     """`activate`, in float64."""
-    return quantize_reference(activate_bf16_reference(activation, x, bias), quantization)
+    return quantize_reference(activate_bf16_reference(activation, x), quantization)
 
 
-def activate_bf16_reference(activation, x, bias):
+def activate_bf16_reference(activation, x):
     """`activate_bf16`, in float64."""
-    return activation_reference(activation, _add(x, bias))
+    return activation_reference(activation, x.double())
 
 
-def activate_backward_reference(activation, dy, x, bias, quantization):
+def activate_backward_reference(activation, dy, x, quantization, with_dbias=False):
     """`activate_backward`, in float64."""
-    dx, dbias = activate_backward_bf16_reference(activation, dy, x, bias)
+    dx, dbias = activate_backward_bf16_reference(activation, dy, x, with_dbias)
     return quantize_reference(dx, quantization), dbias
 
 
-def activate_backward_bf16_reference(activation, dy, x, bias):
+def activate_backward_bf16_reference(activation, dy, x, with_dbias=False):
     """`activate_backward_bf16`, in float64."""
     with torch.enable_grad():
-        x = _add(x, bias).detach().requires_grad_()
+        x = x.double().detach().requires_grad_()
         dx, = torch.autograd.grad(activation_reference(activation, x), x, dy.double())
-    dbias = None if bias is None else dx.sum(0)
-    return dx, dbias
-
-
-def _add(x, bias):
-    return x.double() if bias is None else x.double() + bias
+    return dx, dx.sum(0) if with_dbias else None
 
 
 # ---------------------------------------------------------------- the operations
@@ -278,36 +273,35 @@ def _norm_backward_launch(rows, columns, with_dbranch_bias):
         **sizes)
 
 
-def activate(activation, x, bias, quantization):
-    """Compute activation(x + bias) as an FP8 tensor (N, D).
+def activate(activation, x, quantization):
+    """Compute activation(x) as an FP8 tensor (N, D).
 
-    A gated activation is f(gate) · up, where the rows of x + bias hold gate, then up.
+    A gated activation is f(gate) · up, where the rows of x hold gate, then up.
 
     Args:
         activation: gelu (tanh approximation), relu, srelu (ReLU²), silu; gated geglu, reglu, sreglu, swiglu.
         x: BF16, (N, D), or (N, 2D) for a gated activation.
-        bias: BF16, (D,) or (2D,), or None.
     """
-    check_activation("fast_kernels.casts.activate", activation, x, bias)
-    return FP8Data(*_activate(activation, x, bias, *quantization))
+    check_activation("fast_kernels.casts.activate", activation, x)
+    return FP8Data(*_activate(activation, x, *quantization))
 
 
-def activate_bf16(activation, x, bias):
-    """`activate` without FP8: returns activation(x + bias), (N, D) BF16."""
-    check_activation("fast_kernels.casts.activate_bf16", activation, x, bias)
-    y, _, _ = _activate(activation, x, bias, *as_arguments(quantization=None))
+def activate_bf16(activation, x):
+    """`activate` without FP8: returns activation(x), (N, D) BF16."""
+    check_activation("fast_kernels.casts.activate_bf16", activation, x)
+    y, _, _ = _activate(activation, x, *as_arguments(quantization=None))
     return y
 
 
 @operation(
-    "(str activation, Tensor x, Tensor? bias, Tensor? scale, Tensor(a!)? amax, ScalarType? fp8_dtype) "
+    "(str activation, Tensor x, Tensor? scale, Tensor(a!)? amax, ScalarType? fp8_dtype) "
     "-> (Tensor, Tensor, Tensor)")
-def _activate(activation, x, bias, scale, amax, fp8_dtype):
+def _activate(activation, x, scale, amax, fp8_dtype):
     rows, columns = _output_shape(activation, x)
     rowwise, columnwise, scale_inv = _allocate_output(x, rows, columns, fp8_dtype)
     if not is_fake(x):
         _activation_launch(activation, rows, columns, with_dbias=False).run(
-            x, bias, scale, amax, rowwise, columnwise, scale_inv, None)
+            x, scale, amax, rowwise, columnwise, scale_inv, None)
     return rowwise, columnwise, scale_inv
 
 
@@ -320,47 +314,53 @@ def _activation_launch(activation, rows, columns, with_dbias):
         GATED=activation in GATED, **options)
 
 
-def activate_backward(activation, dy, x, bias, quantization):
-    """Compute the gradients of `activate`'s inputs: dx as an FP8 tensor, and dbias or None.
+def activate_backward(activation, dy, x, quantization, with_dbias=False):
+    """Compute the gradient of `activate`'s input: dx as an FP8 tensor, and dbias or None.
 
-    dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
-    dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`; quantization is of dx.
+    dx = dy · f'(x); gated, dx holds dy · up · f'(gate), then dy · f(gate).
+
+    Args:
+        dy: (N, D) BF16, the gradient of its output.
+        x: that of `activate`.
+        quantization: of dx.
+        with_dbias: also sum dx over its rows, the gradient of the bias of the GEMM that computed x.
     """
-    rowwise, columnwise, scale_inv, dbias = _checked_activate_backward(activation, dy, x, bias, quantization)
+    rowwise, columnwise, scale_inv, dbias = _checked_activate_backward(
+        activation, dy, x, quantization, with_dbias)
     return FP8Data(rowwise, columnwise, scale_inv), dbias
 
 
-def activate_backward_bf16(activation, dy, x, bias):
+def activate_backward_bf16(activation, dy, x, with_dbias=False):
     """`activate_backward` without FP8: returns dx in BF16, and dbias or None."""
-    dx, _, _, dbias = _checked_activate_backward(activation, dy, x, bias, quantization=None)
+    dx, _, _, dbias = _checked_activate_backward(activation, dy, x, None, with_dbias)
     return dx, dbias
 
 
-def _checked_activate_backward(activation, dy, x, bias, quantization):
-    check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
+def _checked_activate_backward(activation, dy, x, quantization, with_dbias):
+    check_activation("fast_kernels.casts.activate_backward", activation, x)
     output_shape = _output_shape(activation, x)
     check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     rowwise, columnwise, scale_inv, dbias = _activate_backward(
-        activation, dy, x, bias, *as_arguments(quantization))
-    if bias is None:
+        activation, dy, x, *as_arguments(quantization), with_dbias)
+    if not with_dbias:
         dbias = None
     return rowwise, columnwise, scale_inv, dbias
 
 
 @operation(
-    "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor? scale, Tensor(a!)? amax, "
-    "ScalarType? fp8_dtype) -> (Tensor, Tensor, Tensor, Tensor)")
-def _activate_backward(activation, dy, x, bias, scale, amax, fp8_dtype):
+    "(str activation, Tensor dy, Tensor x, Tensor? scale, Tensor(a!)? amax, ScalarType? fp8_dtype, "
+    "bool with_dbias) -> (Tensor, Tensor, Tensor, Tensor)")
+def _activate_backward(activation, dy, x, scale, amax, fp8_dtype, with_dbias):
     rowwise, columnwise, scale_inv = _allocate_output(x, *x.shape, fp8_dtype)
-    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
+    dbias = x.new_empty(x.shape[1] if with_dbias else 0)
     if not is_fake(x):
         launch = _activation_backward_launch(activation, *dy.shape)
         partial_sums = None
-        if bias is not None:
+        if with_dbias:
             tile_rows = ceil_div(x.shape[0], launch.options["ROWS"])
             partial_sums = x.new_empty(tile_rows, x.shape[1], dtype=torch.float32)
-        launch.run(dy, x, bias, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
-        if bias is not None:
+        launch.run(dy, x, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
+        if with_dbias:
             reduce_rows(partial_sums, dbias)
     return rowwise, columnwise, scale_inv, dbias
 
@@ -402,7 +402,7 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, dbias):
         tile_rows = ceil_div(rows, DBIAS_TILE["ROWS"])
         partial_sums = x.new_empty(tile_rows, columns, dtype=torch.float32)
     _activation_launch("identity", rows, columns, with_dbias).run(
-        x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
+        x, scale, amax, rowwise, columnwise, scale_inv, partial_sums)
     if with_dbias:
         reduce_rows(partial_sums, dbias)
 
@@ -527,15 +527,14 @@ def check_output(name, x, out, fp8_dtype):
     check_aligned(name, rowwise=rowwise, columnwise=columnwise)
 
 
-def check_activation(name, activation, x, bias):
-    """Raise ValueError unless `activation` is known and takes x and bias."""
+def check_activation(name, activation, x):
+    """Raise ValueError unless `activation` is known and takes x."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
     check_input(f"{name}: x", x)
     if activation in GATED and x.shape[1] % 32:
         raise ValueError(f"{name}: x {tuple(x.shape)}: {activation} needs columns in multiples of 32; "
                          f"{ceil_div(x.shape[1], 32) * 32} works")
-    check_shape(name, x.shape[1:], bias=bias)
 
 
 def _output_shape(activation, x):

@@ -6,10 +6,10 @@
     stream, hidden = norm_fc1(stream, mlp)              # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-- The kernel that reads a GEMM's output adds it to the residual, or adds fc1's bias to it; `Stream`, `Branch`
-  and `Hidden` carry them. Its backward kernel sums the bias's gradient.
-- The bias of a branch is added by the GEMM, in float32. Added after the output is rounded to BF16, a bias
-  of less than the last bit would decide the ties of the next rounding, and so count several times.
+- The kernel that reads a GEMM's output also adds the residual, and its backward kernel also sums the gradient
+  of the GEMM's bias; `Stream` and `Branch` carry residual and bias to them.
+- The GEMM adds its bias, in float32. Added after the output is rounded to BF16, a bias of less than the last
+  bit would decide the ties of the next rounding, and so count several times.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`: delayed scaling knows the scale before the values.
   `Branch.gradient_quantization` says how. Make a new `Branch(x)` of a changed value: its gradient is then
@@ -78,14 +78,6 @@ class Branch(NamedTuple):
 NO_BRANCH = Branch(None)  # of a stream without one: no tensors
 
 
-class Hidden(NamedTuple):
-    """The output of a LayerNormMLP's fc1, (N, D), to which `activation_linear` adds the bias (D,)."""
-
-    output: torch.Tensor
-    bias: torch.Tensor | None = None
-    gradient_quantization: Quantization | None = None  # of the output's gradient; None: it is not quantized
-
-
 class Stream(NamedTuple):
     """The residual (N, C), and the branch that is still to be added to it."""
 
@@ -130,17 +122,16 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
         ValueError: in FP8, an adapter of another shape or dtype.
     """
     _check_stream("norm_linear", stream)
-    stream, y, _ = _norm_gemm(
-        stream, module, is_first_microbatch, adds_bias=True, adapter=adapter, tied_gradient=tied_gradient)
-    return stream, y
+    stream, y = _norm_gemm(
+        stream, module, is_first_microbatch, is_branch=False, adapter=adapter, tied_gradient=tied_gradient)
+    return stream, y.output
 
 
 def norm_fc1(stream: Stream, module, is_first_microbatch=None, adapter=None):
-    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ as
-    Hidden) of a LayerNormMLP. adapter: see `norm_linear`."""
+    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ + bias as
+    a Branch) of a LayerNormMLP. adapter: see `norm_linear`."""
     _check_stream("norm_fc1", stream)
-    stream, y, layer = _norm_gemm(stream, module, is_first_microbatch, adds_bias=False, adapter=adapter)
-    return stream, Hidden(y, layer.bias, layer.gradient_quantization)
+    return _norm_gemm(stream, module, is_first_microbatch, is_branch=True, adapter=adapter)
 
 
 def _check_stream(name, stream):
@@ -149,8 +140,9 @@ def _check_stream(name, stream):
                         "use_reentrant=True returns; use te.checkpoint, and Stream(x) for a tensor x")
 
 
-def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gradient=None):
-    """Return the sum as a Stream, the output of the module's first GEMM, and its LinearPass."""
+def _norm_gemm(stream, module, is_first_microbatch, is_branch, adapter, tied_gradient=None):
+    """Return the sum as a Stream, and the output of the module's first GEMM as a Branch. is_branch: see
+    `linear`."""
     adapter_arguments = _adapter_arguments(adapter)
     branch = NO_BRANCH if stream.branch is None else stream.branch
     # the layer's backward pass gives these gradients, beside weight and bias
@@ -159,7 +151,7 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
     inputs = (stream.residual, branch.output, branch.bias, norm_weight, norm_bias)
     a, b, _ = adapter_arguments
     layer = module.begin_pass(0, (*inputs, a, b), is_first_microbatch)
-    bias = layer.bias if adds_bias else None
+    bias, bias_of_branch = _biases(layer, is_branch)
     if layer.fp8_weight is None:
         residual, normed = unquantized.add_norm(*inputs, module.eps)
         y = _unquantized_linear(normed, layer.weight, bias, adapter_arguments)
@@ -168,51 +160,54 @@ def _norm_gemm(stream, module, is_first_microbatch, adds_bias, adapter, tied_gra
             *inputs, layer.weight, bias, a, b,
             NormLinearOptions(
                 layer, module.eps, branch.gradient_quantization, tied_gradient, adapter_arguments))
-    return Stream(residual), y, layer
+    return Stream(residual), Branch(y, bias_of_branch, layer.gradient_quantization)
+
+
+def _biases(layer, is_branch):
+    """Return the bias that a layer's GEMM adds, and that of its Branch. is_branch: see `linear`."""
+    if not is_branch or layer.bias is None:
+        return layer.bias, None
+    bias_of_branch = layer.bias
+    if dist.is_initialized():
+        bias_of_branch = bias_of_branch.clone()  # FSDP2 frees parameters before the next block reads them
+    return layer.bias.detach(), bias_of_branch
 
 
 def linear(x, module, is_first_microbatch=None, is_branch=True, adapter=None) -> Branch:
     """Return x @ weightᵀ + bias of a Linear, x (N, inputs).
 
     Args:
-        is_branch: the result is added to a stream, and the operation that reads it returns the gradient of
-            the bias. False: this layer returns it.
+        is_branch: the operation that reads the result returns the gradient of the bias. False: this layer
+            returns it.
         adapter: see `norm_linear`.
     """
     adapter_arguments = _adapter_arguments(adapter)
     layer = module.begin_pass(0, (x, adapter_arguments.a, adapter_arguments.b), is_first_microbatch)
-    return _linear(Hidden(x), layer, None, is_branch, adapter_arguments)
+    return _linear(Branch(x), layer, None, is_branch, adapter_arguments)
 
 
-def activation_linear(hidden: Hidden, module, is_first_microbatch=None, is_branch=True,
+def activation_linear(hidden: Branch, module, is_first_microbatch=None, is_branch=True,
                       adapter=None) -> Branch:
-    """Return activation(hidden + fc1_bias) @ fc2_weightᵀ + fc2_bias of a LayerNormMLP. is_branch: see
-    `linear`; adapter: see `norm_linear`."""
+    """Return activation(hidden) @ fc2_weightᵀ + fc2_bias of a LayerNormMLP. is_branch: see `linear`; adapter:
+    see `norm_linear`."""
     adapter_arguments = _adapter_arguments(adapter)
     inputs = (hidden.output, hidden.bias, adapter_arguments.a, adapter_arguments.b)
     layer = module.begin_pass(1, inputs, is_first_microbatch)
     # the kernel writes an FP8 gradient: not without FP8, and not if hidden was changed since its GEMM
     if layer.fp8_weight is None or hidden.gradient_quantization is None:
         activated = unquantized.activate(module.activation, hidden.output, hidden.bias)
-        return _linear(Hidden(activated), layer, None, is_branch, adapter_arguments)
+        return _linear(Branch(activated), layer, None, is_branch, adapter_arguments)
     return _linear(hidden, layer, module.activation, is_branch, adapter_arguments)
 
 
-def _linear(hidden: Hidden, layer, activation, is_branch, adapter):
-    """Return activation(output + bias) @ weightᵀ + the layer's bias; activation None: of the output without a
-    bias. adapter: AdapterArguments."""
-    bias = layer.bias
-    bias_of_branch = None  # which gets its gradient from the operation that reads the branch
-    if is_branch and bias is not None:
-        bias_of_branch = bias
-        bias = bias.detach()
-        if dist.is_initialized():
-            bias_of_branch = bias_of_branch.clone()  # FSDP2 frees parameters before the next block reads it
+def _linear(x: Branch, layer, activation, is_branch, adapter):
+    """Return activation(x) @ weightᵀ + bias; activation None: of x itself. adapter: AdapterArguments."""
+    bias, bias_of_branch = _biases(layer, is_branch)
     if layer.fp8_weight is None:
-        return Branch(_unquantized_linear(hidden.output, layer.weight, bias, adapter), bias_of_branch)
+        return Branch(_unquantized_linear(x.output, layer.weight, bias, adapter), bias_of_branch)
     y = _Linear.apply(
-        hidden.output, hidden.bias, layer.weight, bias, adapter.a, adapter.b,
-        LinearOptions(layer, activation, hidden.gradient_quantization, adapter))
+        x.output, x.bias, layer.weight, bias, adapter.a, adapter.b,
+        LinearOptions(layer, activation, x.gradient_quantization, adapter))
     return Branch(y, bias_of_branch, layer.gradient_quantization)
 
 
@@ -416,7 +411,8 @@ def first_derivative_only(backward):
 
 
 # ---------------------------------------------------------------- autograd functions
-# The GEMMs read `layer.fp8_weight`; `weight` and `branch_bias` are inputs only to receive a gradient.
+# The GEMMs read `layer.fp8_weight`, and the GEMM before has added `branch_bias` or `x_bias`. These and
+# `weight` are inputs only to receive a gradient.
 
 NormLinearInputs = input_names(
     "NormLinearInputs", "x branch branch_bias norm_weight norm_bias weight bias a b options")
@@ -529,15 +525,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, x_bias, weight, bias, a, b, options):
         layer = options.layer
         activation = options.activation
-        saved_x = saved_bias = None  # before the activation
+        saved_x = None  # before the activation
         if activation is None:
             fp8_x, _ = casts.cast(x.contiguous(), layer.input_quantization)
         else:
-            fp8_x = casts.activate(activation, x, x_bias, layer.input_quantization)
+            fp8_x = casts.activate(activation, x, layer.input_quantization)
             saved_x = x
-            saved_bias = x_bias
         out, saved = _forward_gemm_with_adapter(fp8_x, layer.fp8_weight, bias, options.adapter)
-        ctx.save_for_backward(saved_x, saved_bias, *saved)
+        ctx.save_for_backward(saved_x, *saved)
         ctx.options = options
         return out
 
@@ -547,7 +542,7 @@ class _Linear(torch.autograd.Function):
         options = ctx.options
         layer = options.layer
         activation = options.activation
-        saved_x, saved_bias, *saved = ctx.saved_tensors
+        saved_x, *saved = ctx.saved_tensors
         needs = LinearInputs(*ctx.needs_input_grad)
         needs_dx = needs.x or needs.x_bias
         dx, dweight, dbias, da, db = _backward_gemms(
@@ -555,7 +550,7 @@ class _Linear(torch.autograd.Function):
         dx_bias = None
         if activation is not None and needs_dx:
             fp8_dx, dx_bias = casts.activate_backward(
-                activation, dx, saved_x, saved_bias, options.dx_quantization)
+                activation, dx, saved_x, options.dx_quantization, with_dbias=needs.x_bias)
             dx = Float8Tensor(*fp8_dx)
         layer.update_gradient_scales()
         return tuple(LinearInputs(x=dx, x_bias=dx_bias, weight=dweight, bias=dbias, a=da, b=db))

@@ -109,9 +109,8 @@ def _run_mlp(module, x, quantization, gradient_scaling, is_first_microbatch):
     with torch.no_grad():
         fp8_x, mean, rstd = _norm(module, x, quantization(INPUT))
         fp8_fc1 = module.quantized_weight(0, quantization(WEIGHT), is_first_microbatch)
-        hidden = forward_gemm(fp8_x, fp8_fc1)
-        fp8_act = casts.activate(
-            module.activation, hidden, _detach(module.fc1_bias), quantization(FC2_INPUT))
+        hidden = forward_gemm(fp8_x, fp8_fc1, _detach(module.fc1_bias))
+        fp8_act = casts.activate(module.activation, hidden, quantization(FC2_INPUT))
         fp8_fc2 = module.quantized_weight(1, quantization(FC2_WEIGHT), is_first_microbatch)
     return _MLP.apply(
         x, module.layer_norm_weight, module.layer_norm_bias, _trained(module.fc1_weight), module.fc1_bias,
@@ -192,7 +191,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """LayerNormMLP. hidden: the output of fc1 without its bias. act: after the activation."""
+    """LayerNormMLP. hidden: the output of fc1. act: after the activation."""
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, mean, rstd, fp8_x,
@@ -200,13 +199,13 @@ class _MLP(torch.autograd.Function):
         ctx.gradient_scaling = gradient_scaling
         ctx.activation = activation
         ctx.save_for_backward(
-            x, norm_weight, mean, rstd, fc1_bias, hidden, fp8_x.columnwise, fp8_x.scale_inv,
-            fp8_act.columnwise, fp8_act.scale_inv, *fp8_fc1.for_backward(), *fp8_fc2.for_backward())
+            x, norm_weight, mean, rstd, hidden, fp8_x.columnwise, fp8_x.scale_inv, fp8_act.columnwise,
+            fp8_act.scale_inv, *fp8_fc1.for_backward(), *fp8_fc2.for_backward())
         return forward_gemm(fp8_act, fp8_fc2, fc2_bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, norm_weight, mean, rstd, fc1_bias, hidden, x_columnwise, x_inv, act_columnwise, act_inv,
+        (x, norm_weight, mean, rstd, hidden, x_columnwise, x_inv, act_columnwise, act_inv,
          *weights) = ctx.saved_tensors
         fp8_fc1, fp8_fc2 = FP8Data(*weights[:3]), FP8Data(*weights[3:])
         needs = TracedMLPInputs(*ctx.needs_input_grad)
@@ -221,7 +220,8 @@ class _MLP(torch.autograd.Function):
         if needs_dx or needs.fc1_weight or needs.fc1_bias:
             dact = input_gradient(fp8_dy, fp8_fc2)
             fp8_dhidden, dfc1_bias = casts.activate_backward(
-                ctx.activation, dact, hidden, fc1_bias, ctx.gradient_scaling.quantization(GRADIENT))
+                ctx.activation, dact, hidden, ctx.gradient_scaling.quantization(GRADIENT),
+                with_dbias=needs.fc1_bias)
         if needs.fc1_weight:
             dfc1_weight = weight_gradient(fp8_dhidden, FP8Data(None, x_columnwise, x_inv))
         # norm

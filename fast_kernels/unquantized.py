@@ -1,8 +1,8 @@
 """Norm and activation of a GPT without FP8: the kernels of casts.py with BF16 outputs, and autograd.
 
-`add_norm` adds a branch to the residual and normalizes the sum; `activate` adds a bias and
-applies an activation. Each is one kernel forward and, with the sum that gives the bias's gradient, two
-backward. PyTorch would run one kernel a step, each of which reads and writes all values.
+`add_norm` adds a branch to the residual and normalizes the sum; `activate` applies an activation. Each is one
+kernel forward and, with the sum that gives the gradient of the bias of the GEMM before it, two backward.
+PyTorch would run one kernel a step, each of which reads and writes all values.
 
 Without a Hopper GPU, and in other dtypes and sizes, both are PyTorch's operations (`…_reference`).
 """
@@ -50,7 +50,8 @@ def with_gradient_of(bias, y):
 
 
 def activate(activation, x, bias):
-    """Return activation(x + bias), (N, D). For the arguments see `casts.activate`."""
+    """Return activation(x), (N, D). bias: the part of x whose gradient is returned, too, or None. For the
+    other arguments see `casts.activate`."""
     is_uneven = activation in casts.GATED and x.shape[-1] % 32 != 0  # its halves are not multiples of 16
     if is_uneven or not _runs_kernels(x, bias):
         return activate_reference(activation, x, bias)
@@ -59,7 +60,7 @@ def activate(activation, x, bias):
 
 def activate_reference(activation, x, bias):
     """`activate` in plain PyTorch."""
-    return casts.activation_reference(activation, x if bias is None else x + bias)
+    return casts.activation_reference(activation, with_gradient_of(bias, x))
 
 
 def _runs_kernels(x, *others):
@@ -152,14 +153,15 @@ def _differentiate_activate(ctx, dy):
     if torch.is_grad_enabled():  # create_graph=True
         y = activate_reference(ctx.activation, x, bias)
         return None, *_gradients_in_pytorch(y, dy, [x, bias])
-    dx, dbias = casts.activate_backward_bf16(ctx.activation, dy.contiguous(), x, bias)
+    dx, dbias = casts.activate_backward_bf16(
+        ctx.activation, dy.contiguous(), x, with_dbias=ctx.needs_input_grad[2])
     return None, dx, dbias
 
 
 @operation("(str activation, Tensor x, Tensor? bias) -> Tensor", _setup_activate, _differentiate_activate)
 def _activate_bf16(activation, x, bias):
     """`activate` as an operation."""
-    return casts.activate_bf16(activation, x, bias)
+    return casts.activate_bf16(activation, x)
 
 
 def _gradients_in_pytorch(y, dy, inputs):
