@@ -102,8 +102,9 @@ def unique(values):
     return list(dict.fromkeys(value for value in values if value))
 
 
-def origin_of_file(name):
-    """Return where a file comes from: machine, versions, commits, dates and at most three of its commands."""
+def origin_of_file(name, shows=None):
+    """Return where a file comes from: machine, versions, commits, dates and at most three of its commands, of
+    those for which shows(command) is true."""
     content = read(name)
     first_commit = read("first_commits").get(name)
     rows = content
@@ -130,19 +131,21 @@ def origin_of_file(name):
     gone = [word for word in GONE if word in " ".join(commands)]
     if gone and f"commit {VERSION_0_1} has the script" not in facts:
         facts.append(f"commit {VERSION_0_1} (version 0.1) has {', '.join(gone)}")
-    lines = [f"# {name}.json: {'; '.join(unique(facts))}", *commands[:3]]
-    if len(commands) > 3:
-        lines.append(f"# commands not shown: {len(commands) - 3}")
+    shown = list(filter(shows, commands))[:3]
+    lines = [f"# {name}.json: {'; '.join(unique(facts))}", *shown]
+    if len(commands) > len(shown):
+        lines.append(f"# commands not shown: {len(commands) - len(shown)}")
     return "\n".join(lines)
 
 
-def section(heading, text, files, columns, rows=None):
+def section(heading, text, files, columns, rows=None, shows=None):
     """Return a section.
 
     Args:
         files: names in results/.
         columns: {title: format of its cells}.
         rows: of the table; None: those of the only file, as they are.
+        shows: whether a command made rows of this table; None: all commands did.
     """
     if rows is None:
         [name] = files
@@ -157,7 +160,7 @@ def section(heading, text, files, columns, rows=None):
     lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
     for cells in zip(*[column_of(cell, rows) for cell in columns.values()]):
         lines.append(f"| {' | '.join(cells)} |")
-    origins = [origin_of_file(name) for name in files]
+    origins = [origin_of_file(name, shows) for name in files]
     return "\n".join([*lines, "", "```text", *origins, "```", ""])
 
 
@@ -393,7 +396,8 @@ def later_commits():
     return section(
         "A later commit over an earlier one",
         """In FP8, but for the rows `bf16`. `readme`, `example` and `fast` are loops of README at GPT-2 124M,
-        32 x 1,024; ddp and fsdp are of two GPUs. A speed is the median over turns, in brackets their range:
+        32 x 1,024, `fast_eager` is `fast` launched from Python; ddp and fsdp are of two GPUs. A speed is the
+        median of the turns' ratios, in brackets their range. It is not the quotient of the medians beside it:
         loops that Python launches scatter.""",
         files,
         {"step": "{step}", "shape": "{shape}", "GPU": "{card}", "earlier": "`{older}`", "later": "`{newer}`",
@@ -473,7 +477,8 @@ def whole_runs():
     pooled = paired.as_of_one_corpus(runs)
     rows = add_percents(add_seeds(paired.summarize(pooled)))
     groups = paired.groups_of(pooled)
-    for row in rows:
+    for row, group in zip(rows, groups):
+        row["commits"] = commits_of(group.pairs)
         row["equal_loss"] = with_interval(
             row["speed_to_equal_loss"], row["speed_to_equal_loss_interval"], "{:.2f}")
         row["described_slope"] = paired.describe_slope(row)
@@ -485,22 +490,20 @@ def whole_runs():
             row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
         savings = [] if row["arm"] == "fp8" else savings_of(row, groups)
         row["saving"] = with_interval(paired.mean_of(savings), paired.interval_of(savings))
-    commits = ", ".join(sorted({(run.get("commit") or "unknown")[:7] for run in runs}))
     return section(
         "FP8 in whole runs",
-        f"""GPT-2 from random weights, on {cards_of(runs)}, commits {commits}. Both runs of a pair begin with
-        the same weights and read the same tokens; the pairs of a row may read several draws of the corpus
-        ({corpora_of(runs)}), the packages of several machines. In nats, with 95 % intervals over the seeds. A
-        training loss is the mean over the last tenth of the steps. A step is skipped if its gradient norm
-        is not finite. The runs of a pair did not take turns. To reach BF16's loss an arm needs
-        exp(difference / slope) times as many tokens, which the speed to equal loss counts. The slope is the
-        fall of BF16's training loss between two lengths over the log of their ratio. The interval of that
-        speed is that of the difference alone. With a smaller slope than the least one, an arm with this
-        difference is slower than BF16 to the same loss. `saves` is the training loss of `fp8` minus that of
-        the arm, over the seeds of both.""",
+        f"""GPT-2 from random weights, on {cards_of(runs)}, in nats, with 95 % intervals over the pairs. Both
+        runs of a pair begin with the same weights and read the same tokens. Commits are of the pairs, each
+        with its draw of the corpus: the packages of another machine. A training loss is the mean over the
+        last tenth of the steps. A step is skipped if its gradient norm is not finite. `saves`: how much lower
+        the arm's training loss is than that of `fp8`, over the seeds of both. The slope is the fall of BF16's
+        training loss between two lengths over the log of their ratio. `more tokens` is what makes up for the
+        difference, exp(difference / slope) times as many, and `to equal loss` counts them; its interval is
+        that of the difference alone. Below the least slope they take longer than the arm's speed saves. The
+        runs of a pair did not take turns.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
-         "skipped steps": "{skipped_steps}",
+         "commits": "{commits}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
          "in %": "{training_in_percent}", "saves": "{saving}",
@@ -511,7 +514,22 @@ def whole_runs():
          "more tokens, %": "{more_tokens}", "to equal loss": "{equal_loss}",
          "least slope": "{least_slope}",
          "slope, nats per e-fold of tokens": "{described_slope}"},
-        sorted(rows, key=lambda row: (row["size"], row["tokens"])))
+        sorted(rows, key=lambda row: (row["size"], row["tokens"])), shows=is_of_whole_runs)
+
+
+def commits_of(pairs):
+    """Return the commits of pairs, their draws of the corpus and the differences of their training losses:
+    "9291634 (85ce9021): +0.0543, +0.0604"."""
+    differences = {}
+    for run, baseline in pairs:
+        origin = f"{(run.get('commit') or 'unknown')[:7]} ({run['draw'][:8]})"
+        difference = paired.training_loss(run) - paired.training_loss(baseline)
+        differences.setdefault(origin, []).append(f"{difference:+.3f}")
+    return "; ".join(f"{origin}: {', '.join(values)}" for origin, values in differences.items())
+
+
+def is_of_whole_runs(command):
+    return "--start" not in command and "--stop" not in command
 
 
 def difference_over_run():
@@ -532,7 +550,7 @@ def difference_over_run():
         """Training loss above BF16's in each twentieth of the whole runs above, in nats: the mean over its
         steps and over the seeds, with its 95 % interval ([picture](../results/loss_gap.png)). The interval
         of few seeds is wide.""",
-        ["paired"], columns, rows)
+        ["paired"], columns, rows, shows=is_of_whole_runs)
 
 
 def fine_tuning_speed():
@@ -648,16 +666,16 @@ def first_update():
     rows = [row | {"commit": row["commit"][:7]} for row in content["runs"]]
     return section(
         "The first update",
-        f"""GPT-2 124M in BF16 from equal weights, 131,072 tokens a step of Python's standard library; each
-        commit read that of another Python. The second loss is that of the second batch, after one update.
-        In commit {before} all gradients lay equally near to those of float32, and in `model_te_fast.py` the
-        updated weights of all three had the same loss. But that model added the bias of a branch to an output
-        that was already rounded to BF16. After the first update a bias is 1e-5, below the last bit: it
-        decided the ties of the residual's rounding, so that it counted several times. From {after} on the
-        GEMM adds it in float32. Script: {content["script"]}.""",
+        f"""GPT-2 124M in BF16 from equal weights, 131,072 tokens a step of Python's standard library. Each commit
+        read that of another Python: compare rows of one commit. The second loss is that of the second batch,
+        after one update; in the last column the updated weights are in `model_te_fast.py`. Until {before} that
+        model added the bias of a branch to an output that was already rounded to BF16. After the first update
+        a bias is 1e-5, below the last bit: it decided the ties of the residual's rounding, so that it counted
+        several times. From {after} on the GEMM adds it in float32. Script: {content["script"]}.""",
         ["first_update"],
         {"model": "{run}", "commit": "{commit}", "first loss": "{loss:.4f}",
-         "gradient norm": "{gradient_norm:.2f}", "second loss": "{second_loss:.4f}"},
+         "gradient norm": "{gradient_norm:.2f}", "second loss": "{second_loss:.4f}",
+         "in `model_te_fast.py`": "{second_loss_in_model_te_fast:.4f}"},
         rows)
 
 

@@ -52,12 +52,13 @@ and the same command continues it. The state of a part, about 1.5 GB for 124m, s
 arm is not needed after its run.
 
 The JSON is written after each run. It has in `runs` a record per complete run, with the loss of each step.
-From all of them it has `rows`, one per arm, size, length and window: differences, their 95 % intervals over
-seeds (t distribution), and how much faster an arm is at the loss of BF16.
+From all of them it has `rows`, one per arm, size, length, window, token files and learning rate: differences,
+their 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of BF16.
 
-Later runs replace earlier ones: in the JSON those of the same weights and origin, in a row those of the same
-seed. Runs are no pair if they did not share everything before `start`, or if machine, commit, PyTorch or
-model differ: that is printed. After a new commit name another --out-dir, so that BF16 is trained with it too.
+Both runs of a pair are of one origin: machine, commit, PyTorch and model. They are no pair otherwise, or if
+they did not share everything before `start`: that is printed. The pairs of a row may be of several origins;
+of a seed with several pairs the last one counts. After a new commit name another --out-dir, so that BF16 is
+trained with it too.
 
 Because of the shared BF16 run the differences of two arms are not independent: compare the arms by their
 losses, seed by seed. The runs of a pair train one after the other, not in turns: the GPU's clock may differ
@@ -690,9 +691,9 @@ def groups_of(runs: list[dict]) -> list[Group]:
 
 
 def as_of_one_corpus(runs: list[dict]) -> list[dict]:
-    """Return the records so that a row has the seeds of all of them, also where their token files are several
-    draws of a corpus, such as the packages of several machines."""
-    return [run | {"train_sha256": "any"} for run in runs]
+    """Return the records so that a row has the pairs of all of them, also where their token files are several
+    draws of a corpus, such as the packages of several machines. Of a seed with several the last counts."""
+    return [run | {"train_sha256": "any", "draw": run["train_sha256"]} for run in runs]
 
 
 def baselines_of(runs: list[dict]) -> dict:
@@ -920,10 +921,14 @@ def is_other_length(other: Group, group: Group) -> bool:
 
 
 def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[int, float]:
-    """Return {seed: how much lower BF16's loss is in another row}, of the seeds that both have."""
-    losses = {baseline["seed"]: training_loss(baseline) for _, baseline in other}
-    return {baseline["seed"]: training_loss(baseline) - losses[baseline["seed"]] for _, baseline in pairs
-            if baseline["seed"] in losses}
+    """Return {seed: how much lower BF16's loss is in another row}, of the seeds that both have, on the same
+    token files."""
+    def key(run):
+        return run["seed"], run.get("draw")
+
+    losses = {key(baseline): training_loss(baseline) for _, baseline in other}
+    return {baseline["seed"]: training_loss(baseline) - losses[key(baseline)] for _, baseline in pairs
+            if key(baseline) in losses}
 
 
 def log_of_tokens(other: list[Pair], pairs: list[Pair]) -> float:
