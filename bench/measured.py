@@ -666,12 +666,13 @@ def first_update():
     rows = [row | {"commit": row["commit"][:7]} for row in content["runs"]]
     return section(
         "The first update",
-        f"""GPT-2 124M in BF16 from equal weights, 131,072 tokens a step of Python's standard library. Each commit
-        read that of another Python: compare rows of one commit. The second loss is that of the second batch,
-        after one update; in the last column the updated weights are in `model_te_fast.py`. Until {before} that
-        model added the bias of a branch to an output that was already rounded to BF16. After the first update
-        a bias is 1e-5, below the last bit: it decided the ties of the residual's rounding, so that it counted
-        several times. From {after} on the GEMM adds it in float32. Script: {content["script"]}.""",
+        f"""GPT-2 124M in BF16 from equal weights, 131,072 tokens a step of Python's standard library. Each
+        commit read that of another Python: compare rows of one commit. The second loss is that of the second
+        batch, after one update; in the last column the updated weights are in `model_te_fast.py`. Until
+        {before} that model added the bias of a branch to an output that was already rounded to BF16. After
+        the first update a bias is 1e-5, below the last bit: it decided the ties of the residual's rounding,
+        so that it counted several times. From {after} on the GEMM adds it in float32. Script:
+        {content["script"]}.""",
         ["first_update"],
         {"model": "{run}", "commit": "{commit}", "first loss": "{loss:.4f}",
          "gradient norm": "{gradient_norm:.2f}", "second loss": "{second_loss:.4f}",

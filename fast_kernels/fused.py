@@ -61,8 +61,9 @@ def _no_arithmetic(self, other):
 class Branch(NamedTuple):
     """The output of a linear layer, (N, C), its bias included.
 
-    bias: (C,), if its gradient comes from the operation that reads the branch. None: from the layer, or there
-    is no bias."""
+    bias: (C,), which the GEMM has added. It is here because the operation that reads the branch returns its
+    gradient: its backward kernel writes the branch's gradient, and sums it over the rows. None: the layer
+    returns it, or there is no bias."""
 
     output: torch.Tensor
     bias: torch.Tensor | None = None
@@ -170,7 +171,7 @@ def _biases(layer, is_branch):
     bias_of_branch = layer.bias
     if dist.is_initialized():
         bias_of_branch = bias_of_branch.clone()  # FSDP2 frees parameters before the next block reads them
-    return layer.bias.detach(), bias_of_branch
+    return layer.bias.detach(), bias_of_branch  # so that the layer returns no gradient for it
 
 
 def linear(x, module, is_first_microbatch=None, is_branch=True, adapter=None) -> Branch:
@@ -377,7 +378,8 @@ def _parameter_gradient(parameter, compute):
         return compute()
     backward_pass = torch._C._current_graph_task_id()
     if backward_pass != -1 and getattr(parameter, "main_grad_pass", None) == backward_pass:
-        # A weight that is used twice. Autograd has `main_grad` already and adds what is returned to it.
+        # A weight that is used twice. Autograd has `main_grad` already, and adds what is returned in a new
+        # tensor: the owner finds the sum in `grad`.
         return compute(out=torch.empty_like(main_grad), accumulate=False)
     parameter.main_grad_pass = backward_pass
     compute(out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))

@@ -47,26 +47,27 @@ class Launch:
             return
         device_index = tensors[0].get_device()
         addresses = []
-        kinds = [device_index]  # and the dtypes
+        key = [device_index]  # and the dtypes
         address_bits = 0
         for x in tensors:
             if x is None:
                 addresses.append(None)
-                kinds.append(None)
+                key.append(None)
             else:
                 address = x.data_ptr()
                 address_bits |= address
                 addresses.append(address)
-                kinds.append(x.dtype)
+                key.append(x.dtype)
         if address_bits % 16:  # Triton compiles another variant for tensors that are not aligned
-            kinds += [address is not None and address % 16 > 0 for address in addresses]
-        key = tuple(kinds)
+            key += [address is not None and address % 16 > 0 for address in addresses]
+        key = tuple(key)
         variant = self.variants.get(key)
         if variant is None:
             compiled = self.kernel[self.grid](*tensors, **self.options)
             self.variants[key] = self._make_variant(compiled, len(tensors))
             return
         launch, get_stream, grid, binary, numbers = variant
+        # what Triton's launcher takes: grid, stream, binary, then all arguments of the kernel, in its order
         launch(*grid, get_stream(device_index), *binary, *addresses, *numbers)
 
     def _make_variant(self, compiled, tensor_count):

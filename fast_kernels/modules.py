@@ -113,7 +113,7 @@ class ScalingState:
     [output gradient, input gradient] backward; the last of each is unused."""
 
     scale: torch.Tensor  # (n,) float32
-    amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
+    amax_history: torch.Tensor  # (length, n) float32; row 0: the current step; then the oldest to the newest
 
     def quantization(self, slot: int, fp8_dtype: torch.dtype) -> Quantization:
         """Return how one of the tensors is quantized."""
@@ -388,7 +388,7 @@ class Module(CheckedOptions, nn.Module):
         recompute = _open.recompute
         if recompute is not None and recompute.replays:
             quantizations = recompute.replay(quantizations)
-            update_gradient_scales = _do_nothing
+            update_gradient_scales = _do_nothing  # the first pass has registered its own
         else:
             update_gradient_scales = self._register_for_update(weight, *inputs)
             if recompute is not None:
@@ -400,8 +400,8 @@ class Module(CheckedOptions, nn.Module):
 
     def _register_for_update(self, *tensors):
         """Let the outermost region update this module's scales. Return what a layer calls after its backward
-        pass: in the layer that runs first, whose backward pass is the last, the update of all gradients'
-        scales; in the others nothing.
+        pass: the first layer of the region that has one, which is then the last, updates the scales of all
+        gradients; the others get a function that does nothing.
 
         tensors: those that the layer's backward pass gives gradients to, or None.
         """
@@ -438,7 +438,7 @@ class Module(CheckedOptions, nn.Module):
                 if old is not None:
                     scale = old.scale
                     rows = min(len(history), len(old.amax_history))
-                    history[:rows] = old.amax_history[:rows]  # as TE, although the newest are at the end
+                    history[:rows] = old.amax_history[:rows]  # as TE, although the last are the newest
                 meta[direction] = ScalingState(scale, history)
         meta["recipe"] = recipe
         self._quantizations.clear()
@@ -518,7 +518,7 @@ class Module(CheckedOptions, nn.Module):
         return self.parameter(self.weight_names[gemm])
 
     def parameter(self, name):
-        """Return a parameter, or None where the module has none of this name. `getattr` takes longer."""
+        """Return a parameter; None if it is switched off, such as a bias. `getattr` takes longer."""
         parameters = self._parameters
         return parameters[name] if name in parameters else getattr(self, name)  # such as a parametrization's
 

@@ -2,7 +2,7 @@
 
 `add_norm` adds a branch to the residual and normalizes the sum; `activate` applies an activation. Each is one
 kernel forward and, with the sum that gives the gradient of the bias of the GEMM before it, two backward.
-PyTorch would run one kernel a step, each of which reads and writes all values.
+PyTorch would run addition and norm as kernels of their own, each of which reads and writes all values.
 
 Without a Hopper GPU, and in other dtypes and sizes, both are PyTorch's operations (`…_reference`).
 """
@@ -43,7 +43,7 @@ def add_norm_reference(x, branch, branch_bias, weight, bias, eps):
 
 
 def with_gradient_of(bias, y):
-    """Return y, (N, C), in which `bias`, (C,) or None, is included, so that the bias gets its gradient."""
+    """Return y, (N, C), as it is, and let autograd give `bias`, (C,) or None, its gradient: y contains it."""
     if bias is None:
         return y
     return y + (bias - bias.detach())  # zero
@@ -64,7 +64,8 @@ def activate_reference(activation, x, bias):
 
 
 def _runs_kernels(x, *others):
-    """Return whether the kernels take x (N, C) and the other tensors (None is skipped)."""
+    """Return whether the kernels take x (N, C) and the other tensors (None is skipped). Without a GPU that is
+    Triton's interpreter, in tests."""
     has_fitting_sizes = x.dim() == 2 and x.shape[0] > 0 and x.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
     is_off_the_gpu = not x.is_cuda and torch.cuda.is_available()
     if not has_fitting_sizes or is_off_the_gpu or not is_supported():
