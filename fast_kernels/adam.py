@@ -13,7 +13,6 @@ Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written 
 Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
-import operator
 import weakref
 from dataclasses import dataclass, field
 
@@ -246,7 +245,7 @@ class _KernelArguments:
     chunks: torch.Tensor  # (programs, 2) int32, see `_adam`
     lr: torch.Tensor  # () float32
     hyperparameters: torch.Tensor  # (4,) float64, see `_adam`
-    addresses: tuple | None = None  # of the gradients and parameters for which `table` was written
+    addresses: tuple | None = None  # of the tensors for which `table` was written
     gradients: list = field(default_factory=list)  # weak references to the last step's; None without one
     spares: list = field(default_factory=list)  # (rows in pinned memory, table) pairs for captures
     # The pairs that graphs have taken. Never freed: nothing tells the optimizer that a graph is gone.
@@ -299,7 +298,6 @@ class FastAdam(torch.optim.Optimizer):
         self.dtype = None  # of the parameters
         self.gradient_dtype = None
         self.kernel_arguments = []  # of each parameter group
-        self.state_tensors = []  # moments and masters for which the kernels' tables were written
         self.slices = None  # see `set_slices`; None: update all elements of all parameters
         self.addends = None
         self.copy_distances = None
@@ -417,21 +415,17 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed hyperparameters and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_hyperparameters()
-        # Moments and masters stay in their memory, or are replaced by other tensors. So these are compared,
-        # in less time than addresses. Of a parameter a model replaces the memory, and the tensor stays.
-        state_tensors = [tensor for state in self.state.values() for tensor in state.values()]
-        has_same_state = (len(state_tensors) == len(self.state_tensors)
-                          and all(map(operator.is_, state_tensors, self.state_tensors)))
-        if not self._is_capturing():
-            self.state_tensors = state_tensors
         gradients_of_groups = []
         for group in self.param_groups:
             gradients_of_groups.append([parameter.grad for parameter in group["params"]])
         self.gradient_dtype = self._find_gradient_dtype(gradients_of_groups)
         for group, gradients, arguments in zip(self.param_groups, gradients_of_groups, self.kernel_arguments):
+            tensors = list(group["params"])
+            for parameter in group["params"]:
+                tensors += self.state[parameter].values()
             gradient_addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-            addresses = *gradient_addresses, *addresses_of(group["params"])
-            has_same_tensors = has_same_state and addresses == arguments.addresses
+            addresses = *gradient_addresses, *addresses_of(tensors)
+            has_same_tensors = addresses == arguments.addresses
             if self._is_capturing():
                 # Gradients that the graph makes may have the addresses of those of the last step
                 has_same_tensors = has_same_tensors and all(map(_refers_to, arguments.gradients, gradients))

@@ -16,7 +16,6 @@ References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 
 2020).
 """
 
-import functools
 import math
 
 import torch
@@ -130,11 +129,10 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, dout, dqk, dlse):
     # saved_tensors is read once: under checkpointing a second read fails
     qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens = ctx.saved_tensors
-    dqkv, dweights = _attention_backward(
+    dqkv, dq_weight, dk_weight = _attention_backward(
         dout.contiguous(), qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options)
-    dq_weight = dk_weight = None
-    if q_weight is not None:
-        dq_weight, dk_weight = dweights
+    if q_weight is None:
+        dq_weight = dk_weight = None
     no_gradients = [None] * 5  # of cu_seqlens and the options
     return dqkv, None, None, dq_weight, dk_weight, *no_gradients
 
@@ -158,7 +156,7 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
 @operation(
     "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
     "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
-    "int? window) -> (Tensor dqkv, Tensor dweights)")
+    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
 def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
                         eps, window):
     q, k, v = qkv.split_with_sizes((n_head, n_kv_head, n_kv_head), dim=2)
@@ -167,8 +165,9 @@ def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, c
     dqkv = torch.empty_like(qkv)
     if not is_fake(qkv):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
-    dweights = _norm_rope_backward(qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-    return dqkv, dweights
+    dq_weight, dk_weight = _norm_rope_backward(
+        qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
+    return dqkv, dq_weight, dk_weight
 
 
 def attention(q, k, v, cu_seqlens=None):
@@ -229,19 +228,12 @@ def _pick_kernel(q, cu_seqlens, window):
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
         return "sdpa"
-    major = _major_capability(q.get_device())
+    major, _ = torch.cuda.get_device_capability(q.get_device())
     if _fa4_supports(head_dim, major):
         return "fa4"
     if _cudnn_supports(length, head_dim, cu_seqlens, window, major):
         return "cudnn"
     return "flash" if major >= 8 else "sdpa"
-
-
-@functools.cache
-def _major_capability(device_index):
-    """Return the major compute capability of a GPU, 9 for Hopper."""
-    major, _ = torch.cuda.get_device_capability(device_index)
-    return major
 
 
 def _fa4_supports(head_dim, major):
@@ -305,7 +297,7 @@ def _forward_fa4(q, k, v, cu_seqlens, window):
     if cu_seqlens is not None:
         options |= _varlen_options(q, cu_seqlens)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
-    elif is_small and _major_capability(q.get_device()) == 9:
+    elif is_small and torch.cuda.get_device_capability(q.get_device())[0] == 9:
         # the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %
         options |= dict(tile_mn=(128, 128))
     out, lse, *_ = fa4_forward(q, k, v, causal=True, return_lse=True, **options)
@@ -470,11 +462,12 @@ def _norm_rope_options(qkv_shape, token_stride, positions, n_head, qk_heads):
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Replace dqkv's first `qk_heads` heads, the gradient of `_norm_rope`'s output, by that of its input.
-    Return the gradients of q_weight and k_weight, (2, D), or (0,) without them."""
+    Return the gradients of q_weight and k_weight, (0,) without them."""
     has_norm = q_weight is not None
-    dweights = q_weight.new_empty(2, len(q_weight)) if has_norm else qkv.new_empty(0)
+    dq_weight = torch.empty_like(q_weight) if has_norm else qkv.new_empty(0)
+    dk_weight = torch.empty_like(k_weight) if has_norm else qkv.new_empty(0)
     if is_fake(qkv) or (cos is None and not has_norm):
-        return dweights
+        return dq_weight, dk_weight
     sizes = qkv.shape, qkv.stride(1), _positions(qkv, cos), n_head, qk_heads
     launch = _norm_rope_backward_launch(*sizes, eps)
     partial_sums = None
@@ -483,8 +476,10 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
         partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
     launch.run(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums)
     if has_norm:
-        dweights.copy_(partial_sums.sum(0))
-    return dweights
+        of_q, of_k = partial_sums.sum(0)
+        dq_weight.copy_(of_q)
+        dk_weight.copy_(of_k)
+    return dq_weight, dk_weight
 
 
 @triton.jit

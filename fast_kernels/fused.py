@@ -422,17 +422,17 @@ LinearInputs = input_names("LinearInputs", "x x_bias weight bias a b options")
 
 
 class NormLinearOptions(NamedTuple):
-    """The inputs of `_NormLinear` that are no tensors, in one, since each input costs the host time."""
+    """The inputs of `_NormLinear` that get no gradient, in one, since each input costs the host time."""
 
     layer: LinearPass
     eps: float
     dbranch_quantization: Quantization | None  # of the gradient of branch
     tied_gradient: object | None
-    adapter: AdapterArguments  # a and b are inputs as well, to receive gradients
+    adapter: AdapterArguments  # whose a and b are also inputs, to receive gradients
 
 
 class LinearOptions(NamedTuple):
-    """The inputs of `_Linear` that are no tensors."""
+    """The inputs of `_Linear` that get no gradient."""
 
     layer: LinearPass
     activation: str | None
@@ -472,7 +472,8 @@ def _differentiate_norm_linear(ctx, dresidual, dout):
         return NormLinearInputs(x=dresidual, branch=dbranch, branch_bias=dbranch_bias)
     options = ctx.options
     residual, mean, rstd, norm_weight, *saved = ctx.saved_tensors
-    needs_dy = needs.x or needs.branch or needs.norm_weight or needs.norm_bias  # of the norm's output y
+    # of the norm's output y
+    needs_dy = needs.x or needs.branch or needs.branch_bias or needs.norm_weight or needs.norm_bias
     dy, dweight, dbias, da, db = _backward_gemms(
         options.layer, dout, _saved_operands(saved, options.adapter.scale), needs, needs_dy)
     if options.tied_gradient is not None and needs.weight:

@@ -328,7 +328,7 @@ class Module(CheckedOptions, nn.Module):
         self.fp8_meta = {"num_gemms": num_gemms}
         self.fp8_meta["fp8_checkpoint"] = False  # TE's name for whether the last forward pass was in FP8
         self._fp8_workspaces = {}  # {weight's name: FP8Data}, kept over the micro-batches of a step
-        self._quantizations = {}  # {GEMM: (what `_gemm_quantizations` made them for, GemmQuantizations)}
+        self._quantizations = {}  # {GEMM: (recipe and its fields, GemmQuantizations)}
         self.weight_names = []  # of each GEMM: one, or that of fc1 and of fc2
         self.bias_names = []
 

@@ -18,8 +18,8 @@ AddNormInputs = input_names("AddNormInputs", "x branch branch_bias weight bias e
 
 
 def add_norm(x, branch, branch_bias, weight, bias, eps):
-    """Return residual = x + branch and its norm, both (N, C). branch_bias: the part of the branch whose
-    gradient is returned, too, or None. For the other arguments see `casts.norm`."""
+    """Return residual = x + branch and its norm, both (N, C). branch_bias: the bias that the branch contains,
+    which is here to get its gradient, or None. For the other arguments see `casts.norm`."""
     is_too_wide = x.shape[-1] > casts.MAX_WIDTH
     if is_too_wide or not _runs_kernels(x, branch, branch_bias, weight, bias):
         return add_norm_reference(x, branch, branch_bias, weight, bias, eps)
@@ -43,15 +43,16 @@ def add_norm_reference(x, branch, branch_bias, weight, bias, eps):
 
 
 def with_gradient_of(bias, y):
-    """Return y, (N, C), as it is, and let autograd give `bias`, (C,) or None, its gradient: y contains it."""
+    """Return y, (N, C), plus zero, through which autograd gives `bias`, (C,) or None, its gradient. The bias
+    is in y already."""
     if bias is None:
         return y
-    return y + (bias - bias.detach())  # zero
+    return y + (bias - bias.detach())
 
 
 def activate(activation, x, bias):
-    """Return activation(x), (N, D). bias: the part of x whose gradient is returned, too, or None. For the
-    other arguments see `casts.activate`."""
+    """Return activation(x), (N, D). bias: the bias that x contains, which is here to get its gradient, or
+    None. For the other arguments see `casts.activate`."""
     is_uneven = activation in casts.GATED and x.shape[-1] % 32 != 0  # its halves are not multiples of 16
     if is_uneven or not _runs_kernels(x, bias):
         return activate_reference(activation, x, bias)

@@ -315,6 +315,20 @@ def test_gradient_scales_are_found_if_one_part_is_trained():
     assert (recipes.get_state(model)["lm_head.scaling_bwd.scale"][0] != 1).all()
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_bias_alone_is_trained(in_fp8):
+    """All else is frozen, the input of the first bias, too."""
+    linear = modules.Linear(32, 32).to(DEVICE, torch.bfloat16)
+    head = modules.LayerNormLinear(32, 64).to(DEVICE, torch.bfloat16)
+    for parameter in (linear.weight, *head.parameters()):
+        parameter.requires_grad_(False)
+    x = torch.randn(32, 32, device=DEVICE, dtype=torch.bfloat16)
+    with modules.autocast(enabled=in_fp8, recipe=DelayedScaling()):
+        _, y = fused.norm_linear(Stream(x).add(fused.linear(x, linear)), head)
+        y.square().mean().backward()
+    assert linear.bias.grad.norm() > 0
+
+
 def test_frozen_parts_get_no_gradient_the_others_keep_theirs():
     everything, model = make_model(), make_model()
     frozen = [model.wte, model.blocks[0].attn, model.blocks[0].mlp.fc1_weight]
@@ -371,8 +385,8 @@ def test_a_bias_below_the_last_bit_counts_once(in_fp8):
     the ties of the sum's rounding, and all values would move by several times the bias."""
     linear = modules.Linear(64, 64).to(DEVICE, torch.bfloat16)
     head = modules.LayerNormLinear(64, 64).to(DEVICE, torch.bfloat16)
-    x = (0.02 * torch.randn(8192, 64, device=DEVICE)).bfloat16()
-    y = (0.2 * torch.randn(8192, 64, device=DEVICE)).bfloat16()
+    x = (0.02 * torch.randn(1024, 64, device=DEVICE)).bfloat16()
+    y = (0.2 * torch.randn(1024, 64, device=DEVICE)).bfloat16()
     sums = []
     for bias in (0.0, 0.0, 1e-5):  # the first pass finds FP8's scales
         torch.nn.init.constant_(linear.bias, bias)
@@ -646,3 +660,11 @@ def test_a_format_that_changes_in_place_is_that_of_the_next_pass():
         model.fp8_recipe.fp8_format = Format[name]
         model(*batch).backward()
         assert projection.gradient_quantization().fp8_dtype == dtype
+
+
+def test_a_history_length_that_changes_in_place_is_that_of_the_next_pass():
+    model = make_model()
+    for length in (8, 4):
+        model.fp8_recipe.amax_history_len = length
+        model(*make_tokens(0)).backward()
+        assert len(model.blocks[0].attn.proj.fp8_meta["scaling_fwd"].amax_history) == length
