@@ -426,9 +426,10 @@ def savings_of(row, groups):
     losses = {}
     for fields, pairs, _ in groups:
         if all(fields.get(name) == row.get(name) for name in paired.PAIR_FIELDS):
-            losses |= {(fields["arm"], run["seed"]): paired.training_loss(run) for run, _ in pairs}
-    return [losses["fp8", seed] - loss for (arm, seed), loss in sorted(losses.items())
-            if arm == row["arm"] and ("fp8", seed) in losses]
+            losses |= {(fields["arm"], run["seed"], run["train_sha256"]): paired.training_loss(run)
+                       for run, _ in pairs}
+    return [losses["fp8", seed, corpus] - loss for (arm, seed, corpus), loss in sorted(losses.items())
+            if arm == row["arm"] and ("fp8", seed, corpus) in losses]
 
 
 def with_interval(value, interval, number="{:+.4f}"):
@@ -474,9 +475,8 @@ def read_whole_runs():
 
 def whole_runs():
     runs = read_whole_runs()
-    pooled = paired.as_of_one_corpus(runs)
-    rows = add_percents(add_seeds(paired.summarize(pooled)))
-    groups = paired.groups_of(pooled)
+    groups = paired.groups_over_corpora(runs)
+    rows = add_percents(add_seeds(paired.rows_of(groups)))
     for row, group in zip(rows, groups):
         row["commits"] = commits_of(group.pairs)
         row["equal_loss"] = with_interval(
@@ -522,7 +522,7 @@ def commits_of(pairs):
     "9291634 (85ce9021): +0.0543, +0.0604"."""
     differences = {}
     for run, baseline in pairs:
-        origin = f"{(run.get('commit') or 'unknown')[:7]} ({run['draw'][:8]})"
+        origin = f"{(run.get('commit') or 'unknown')[:7]} ({run['train_sha256'][:8]})"
         difference = paired.training_loss(run) - paired.training_loss(baseline)
         differences.setdefault(origin, []).append(f"{difference:+.3f}")
     return "; ".join(f"{origin}: {', '.join(values)}" for origin, values in differences.items())
@@ -533,8 +533,7 @@ def is_of_whole_runs(command):
 
 
 def difference_over_run():
-    pooled = paired.as_of_one_corpus(read_whole_runs())
-    groups = [group for group in paired.groups_of(pooled) if group.pairs]
+    groups = [group for group in paired.groups_over_corpora(read_whole_runs()) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
     percent = 100 // paired.PARTS
     rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(paired.PARTS)]
@@ -676,7 +675,7 @@ def first_update():
         ["first_update"],
         {"model": "{run}", "commit": "{commit}", "first loss": "{loss:.4f}",
          "gradient norm": "{gradient_norm:.2f}", "second loss": "{second_loss:.4f}",
-         "in `model_te_fast.py`": "{second_loss_in_model_te_fast:.4f}"},
+         "in `model_te_fast.py`": "{second_loss_in_model_te_fast:.4f}", "data": "{data}"},
         rows)
 
 

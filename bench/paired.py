@@ -582,7 +582,11 @@ def train_on_all_gpus(options: Options, argv: list[str], write: Callable) -> boo
             command = [sys.executable, __file__, *argv, "--seeds", *seeds, "--only-train"]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             processes[" ".join(seeds)] = subprocess.Popen(command, env=environment)
-    wait_for(list(processes.values()), write)
+    try:
+        wait_for(list(processes.values()), write)
+    finally:  # after an error, too, no process trains on
+        for process in processes.values():
+            process.terminate()  # does nothing after its end
     for seeds, process in processes.items():
         if process.returncode not in (0, NOT_COMPLETE):
             print(f"--seeds {seeds}: its process failed with exit code {process.returncode}", flush=True)
@@ -644,13 +648,8 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """Return a row per arm, size, number of tokens and window: those with a pair or a diverged run."""
-    groups = groups_of(runs)
-    rows = [row_of(group) for group in groups]
-    for row, group in zip(rows, groups):
-        others = [other.pairs for other in groups if is_other_length(other, group)]
-        row |= speed_to_equal_loss(row, group.pairs, others)
-    return rows
+    """Return a row per arm and PAIR_FIELDS: those with a pair or a diverged run."""
+    return rows_of(groups_of(runs))
 
 
 def is_finite(run: dict) -> bool:
@@ -690,10 +689,16 @@ def groups_of(runs: list[dict]) -> list[Group]:
     return groups
 
 
-def as_of_one_corpus(runs: list[dict]) -> list[dict]:
-    """Return the records so that a row has the pairs of all of them, also where their token files are several
-    draws of a corpus, such as the packages of several machines. Of a seed with several the last counts."""
-    return [run | {"train_sha256": "any", "draw": run["train_sha256"]} for run in runs]
+def groups_over_corpora(runs: list[dict]) -> list[Group]:
+    """Return `groups_of(runs)`, in which those of several token files are one: for several draws of a corpus,
+    such as the packages of several machines. Both runs of a pair read the same files."""
+    merged = {}  # {fields of a group without its corpus: group}
+    for group in groups_of(runs):
+        fields = {name: value for name, value in group.fields.items() if name != "train_sha256"}
+        of_all = merged.setdefault(tuple(fields.items()), Group(fields, [], []))
+        of_all.pairs.extend(group.pairs)
+        of_all.diverged.extend(group.diverged)
+    return list(merged.values())
 
 
 def baselines_of(runs: list[dict]) -> dict:
@@ -790,6 +795,15 @@ def row_of(group: Group) -> dict:
         "validation_without_fp8": mean_of(without_fp8),
         "validation_without_fp8_interval": interval_of(without_fp8),
         "speed": None if group.fields["arm"] in EMULATED else median_speed(pairs)}
+
+
+def rows_of(groups: list[Group]) -> list[dict]:
+    """Return the row of each group, with the speed to equal loss, which needs the other lengths."""
+    rows = [row_of(group) for group in groups]
+    for row, group in zip(rows, groups):
+        others = [other.pairs for other in groups if is_other_length(other, group)]
+        row |= speed_to_equal_loss(row, group.pairs, others)
+    return rows
 
 
 def mean_of(values: list[float]) -> float | None:
@@ -924,7 +938,7 @@ def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[int, float]:
     """Return {seed: how much lower BF16's loss is in another row}, of the seeds that both have, on the same
     token files."""
     def key(run):
-        return run["seed"], run.get("draw")
+        return run["seed"], run["train_sha256"]
 
     losses = {key(baseline): training_loss(baseline) for _, baseline in other}
     return {baseline["seed"]: training_loss(baseline) - losses[key(baseline)] for _, baseline in pairs

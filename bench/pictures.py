@@ -123,7 +123,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
-    for fields, pairs, _ in paired.groups_of(paired.as_of_one_corpus(result["runs"])):
+    for fields, pairs, _ in paired.groups_over_corpora(result["runs"]):
         is_drawn = (
             fields["arm"] == arm and paired.is_whole_run(fields) and not paired.is_fine_tuning(fields))
         if is_drawn and pairs:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -109,6 +110,29 @@ def test_a_run_is_in_the_json_while_others_train(study, tmp_path, monkeypatch):
     assert stored & {1, 2, 3}
 
 
+def test_no_process_trains_on_after_an_error(study, monkeypatch):
+    """As of a disk that is full, while two GPUs, here processes, train."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(paired, "SECONDS_TO_WRITE", 0)
+    started = []
+    popen = subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(paired, "add_runs", fail)
+    with pytest.raises(OSError, match="disk full"):
+        study("--arms", "fp8", "--seeds", "1", "2", "--tokens", "1e9")
+    assert len(started) == 2
+    for process in started:
+        process.wait(timeout=60)
+
+
 def test_a_folder_of_other_options_is_refused(study, monkeypatch):
     study("--arms", "fp8")
     monkeypatch.setitem(paired.SIZES, "tiny", paired.SIZES["tiny"] | {"weight_decay": 0.5})
@@ -170,6 +194,19 @@ def test_runs_from_other_weights_are_no_pair():
     assert reasons_of(runs) == ["there is no BF16 run from the same weights"]
     window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
     assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
+
+
+def test_pairs_of_several_corpora_are_of_one_row_each_with_its_own_bf16():
+    a = dict(train_sha256="a")
+    b = dict(train_sha256="b")
+    runs = [run_of("bf16", 1, 2.0, **a), run_of("fp8", 1, 2.1, **a),
+            run_of("bf16", 1, 3.0, **b), run_of("fp8", 1, 3.1, **b),
+            run_of("bf16", 2, 2.0, **a), run_of("fp8", 2, 2.2, **a),
+            run_of("bf16", 2, 5.0, **b)]  # without a pair
+    assert len(paired.summarize(runs)) == 2
+    row, = paired.rows_of(paired.groups_over_corpora(runs))
+    assert row["seeds"] == 3
+    assert row["training"] == pytest.approx((0.1 + 0.1 + 0.2) / 3)
 
 
 def test_an_arm_that_diverges_on_every_seed_has_a_row():
