@@ -1602,6 +1602,9 @@ class FrozenWeight(torch.Tensor):
         """Return the values in the weight's dtype."""
         return self.value().to(self.dtype)
 
+    def alias(self):
+        return FrozenWeight(self.rowwise, self.scale, self.dtype)
+
     @torch.no_grad()
     def copy_(self, values, non_blocking=False, *, scale=None):
         """Quantize values (out, in).
@@ -1610,9 +1613,14 @@ class FrozenWeight(torch.Tensor):
             restored. None: the scale of their amax."""
         values = values.to(self.device, self.dtype)
         dtype = self.rowwise.dtype
-        self.scale.copy_(current_scale(amax_of(values), FP8_MAX[dtype]) if scale is None else scale)
+        self.scale.copy_(self.scale_of(values) if scale is None else scale)
         self.rowwise.copy_(quantize(values, self.scale, dtype))
         return self
+
+    @staticmethod
+    def scale_of(values):
+        """Return the scale of some values, (1,) float32."""
+        return current_scale(amax_of(values), FP8_MAX[torch.float8_e4m3fn]).view(1)
 
     @property
     def requires_grad(self):
@@ -1640,7 +1648,9 @@ class FrozenWeight(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             weight, = args
-            return cls(weight.rowwise, weight.scale, weight.dtype)
+            return weight.alias()
+        if function is torch.ops.aten.as_strided.default and tuple(args[1]) == args[0].shape:
+            return args[0].alias()  # by as_strided FSDP2 makes the parameter
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
         if any(isinstance(tensor, cls) for tensor in _tensors_written_by(function, args, kwargs or {})):
@@ -1709,7 +1719,7 @@ def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
             is_weight = isinstance(owner, (Linear, LayerNormLinear, LayerNormMLP)) and parameter.dim() == 2
             fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
             is_shared = uses[id(parameter)] > 1
-            is_frozen = isinstance(parameter, FrozenWeight)
+            is_frozen = getattr(parameter, "is_frozen_in_fp8", False)  # or the shard of a FrozenWeight
             if is_weight and fits_fp8 and not is_shared and not is_frozen:
                 setattr(owner, name, _make_frozen_weight(parameter))
                 owner._fp8_workspaces.clear()

@@ -39,6 +39,9 @@ class FrozenWeight(Float8Tensor):
         super().__init__(*data, dtype)
         self.scale = scale  # (1,) float32, of which data.scale_inv is the reciprocal
 
+    def alias(self):
+        return FrozenWeight(self.fp8_data(), self.scale, self.dtype)
+
     @torch.no_grad()
     def copy_(self, values, non_blocking=False, *, scale=None):
         """Quantize values (out, in).
@@ -49,6 +52,11 @@ class FrozenWeight(Float8Tensor):
         self.scale.copy_(scale_of(values) if scale is None else scale)
         quantize(values, self.scale, self.fp8_data())
         return self
+
+    @staticmethod
+    def scale_of(values):
+        """Return the scale of some values, (1,) float32."""
+        return scale_of(values)
 
     @property
     def requires_grad(self):
@@ -81,7 +89,9 @@ class FrozenWeight(Float8Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function in KEPT:
             weight, = args
-            return cls(weight.fp8_data(), weight.scale, weight.dtype)
+            return weight.alias()
+        if function is torch.ops.aten.as_strided.default and tuple(args[1]) == args[0].shape:
+            return args[0].alias()  # by as_strided FSDP2 makes the parameter
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
         if any(isinstance(tensor, cls) for tensor in tensors_written_by(function, args, kwargs or {})):
@@ -149,7 +159,10 @@ def scale_of(weight):
 def quantize(weight, scale, out: FP8Data):
     """Quantize a weight (out, in) to `out`, whose columnwise may be None."""
     amax = torch.zeros_like(scale)  # is not read
-    if weight.is_cuda:
+    if weight.numel() == 0:  # the part of a rank that has no rows
+        out.scale_inv.copy_(scale.reciprocal())
+        return
+    if weight.is_cuda and len(weight) % 16 == 0:  # not the part of a rank that has other numbers of rows
         columnwise = [] if out.columnwise is None else [out.columnwise]
         casts.cast_all(
             [weight.to(torch.bfloat16)], [out.rowwise], columnwise, [out.scale_inv], [scale], [amax])

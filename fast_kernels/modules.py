@@ -660,7 +660,7 @@ def freeze_in_fp8(module, except_for=(), keeps_transpose=True):
             is_weight = isinstance(owner, Module) and name in owner.weight_names
             fits_fp8 = all(size % 16 == 0 for size in parameter.shape)
             is_shared = uses[id(parameter)] > 1
-            is_frozen = isinstance(parameter, FrozenWeight)
+            is_frozen = getattr(parameter, "is_frozen_in_fp8", False)  # or the shard of a FrozenWeight
             if is_weight and fits_fp8 and not is_shared and not is_frozen:
                 owner.freeze_weight(owner.weight_names.index(name), keeps_transpose)
 

@@ -12,8 +12,6 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from fast_kernels.frozen import FrozenWeight
-
 DIRECTIONS = "scaling_fwd", "scaling_bwd"
 
 
@@ -37,7 +35,7 @@ def write_frozen_scales(module):
     if scaling is None:
         return
     for name, weight in module.named_parameters(recurse=False):
-        if isinstance(weight, FrozenWeight):
+        if getattr(weight, "is_frozen_in_fp8", False):  # a FrozenWeight, or the shard of one
             scaling.scale[weight_slot(name)] = weight.scale[0]
 
 

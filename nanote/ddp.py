@@ -26,13 +26,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nanote import parallel
-from nanote.engine import is_frozen_in_fp8
 from nanote.optimizers import FastOptimizer
 from nanote.recipes import round_up
-from nanote.training_state import frozen_scale, write_weight
 
 ALIGNMENT = 128  # elements: in BF16, each gradient and each rank's shard starts at a multiple of 256 bytes
 # NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; a single one for all
@@ -46,25 +43,10 @@ def distribute(model, kind: str, grad_accum: int):
     grad_accum: the number of micro-batches a step. `parallel.shard` sums the gradients of several in float32.
     """
     if dist.is_initialized():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not isinstance(tensor, DTensor):  # blocks are sharded as they are built
-                broadcast(tensor)
+        parallel.broadcast_weights(model)  # not blocks, if they were sharded as they were built
         if kind != "ddp":
             parallel.shard(model, kind, grad_accum)
     return model
-
-
-def broadcast(tensor) -> None:
-    """Copy a parameter or a buffer of rank 0 to the other ranks, bit for bit if it is frozen in FP8, too."""
-    if not is_frozen_in_fp8(tensor):
-        dist.broadcast(tensor.data, src=0)
-        return
-    values = tensor.dequantize()
-    scale = frozen_scale(tensor)
-    dist.broadcast(values, src=0)
-    if scale is not None:
-        dist.broadcast(scale, src=0)
-    write_weight(tensor, values, scale)
 
 
 def make_gradients(model, grad_accum: int):

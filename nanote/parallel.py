@@ -130,7 +130,8 @@ def shard(model, kind: str, grad_accum: int) -> None:
     grad_accum: the number of micro-batches a step.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import
-    refuse_frozen_weights(model, kind)
+
+    from nanote import frozen_shards  # imports the engine
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
@@ -140,7 +141,8 @@ def shard(model, kind: str, grad_accum: int) -> None:
         mesh = make_mesh(kind, next(model.parameters()).device.type)
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         if not isinstance(module, FSDPModule):  # as blocks are that were built in `sharding_blocks`
-            shard_module(module, mesh, grad_accum)
+            shard_module(module, mesh, kind, grad_accum)
+    frozen_shards.connect(model)  # again: a block that was sharded as it was built was moved after it
     if "fast_kernels.modules" in sys.modules:  # perhaps this model has its modules
         from nanote.fp8_gather import gather_in_fp8
         gather_in_fp8(model)
@@ -161,9 +163,8 @@ def sharding_blocks(kind: str, device_type: str, grad_accum: int):
 
     def shard_block(parent, name, module):
         if isinstance(parent, torch.nn.ModuleList):
-            refuse_frozen_weights(module, kind)
             broadcast_weights(module)
-            shard_module(module, mesh, grad_accum)
+            shard_module(module, mesh, kind, grad_accum)
 
     # PyTorch calls it with each module that becomes part of another
     handle = torch.nn.modules.module.register_module_module_registration_hook(shard_block)
@@ -171,14 +172,6 @@ def sharding_blocks(kind: str, device_type: str, grad_accum: int):
         yield
     finally:
         handle.remove()
-
-
-def refuse_frozen_weights(module, kind: str) -> None:
-    """Raise ValueError for weights that are frozen in FP8."""
-    from nanote.engine import is_frozen_in_fp8  # slow to import
-    if any(map(is_frozen_in_fp8, module.parameters())):
-        raise ValueError(f"--parallel {kind}: does not shard weights that are frozen in FP8; pass "
-                         "--parallel ddp")
 
 
 def make_mesh(kind: str, device_type: str) -> DeviceMesh:
@@ -190,13 +183,17 @@ def make_mesh(kind: str, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world_size(),), mesh_dim_names=("shard",))
 
 
-def shard_module(module, mesh: DeviceMesh, grad_accum: int) -> None:
+def shard_module(module, mesh: DeviceMesh, kind: str, grad_accum: int) -> None:
     """Shard the parameters of a module that are not sharded yet."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
+
+    from nanote import frozen_shards  # imports the engine
+    frozen_shards.replace_by_bytes(module, kind)
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
     has_two_terms = world_size() == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+    frozen_shards.connect(module)
     module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
     module.set_force_sum_reduction_for_comms(True)
 
@@ -205,7 +202,22 @@ def broadcast_weights(module) -> None:
     """Give all ranks the weights of rank 0, but for those that are sharded."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
-            dist.broadcast(tensor.data, src=0)
+            broadcast(tensor)
+
+
+def broadcast(tensor) -> None:
+    """Copy a parameter or a buffer of rank 0 to the other ranks, bit for bit if it is frozen in FP8, too."""
+    from nanote.engine import is_frozen_in_fp8
+    from nanote.training_state import frozen_scale, write_weight  # imports this file
+    if not is_frozen_in_fp8(tensor):
+        dist.broadcast(tensor.data, src=0)
+        return
+    values = tensor.dequantize()
+    scale = frozen_scale(tensor)
+    dist.broadcast(values, src=0)
+    if scale is not None:
+        dist.broadcast(scale, src=0)
+    write_weight(tensor, values, scale)
 
 
 def reshard(model) -> None:
@@ -220,11 +232,13 @@ _local_parts = WeakIdKeyDictionary()  # {DTensor: this rank's part}
 
 
 def local_part(parameter) -> torch.Tensor:
-    """Return this rank's part of a sharded parameter, in the same memory, as a plain parameter. Each call
-    returns the same object, so that the optimizer's state can be found with it. Return any other parameter
-    itself."""
+    """Return this rank's part of a sharded parameter, in the same memory, as a plain parameter, or as a
+    FrozenWeight if it is frozen in FP8. Each call returns the same object, so that the optimizer's state can
+    be found with it. Return any other parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
+    if hasattr(parameter, "frozen_part"):
+        return parameter.frozen_part
     if parameter not in _local_parts:
         part = parameter.detach().to_local()
         _local_parts[parameter] = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -249,6 +263,13 @@ def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tenso
     norms = [torch.empty_like(norm) for _ in range(mesh["shard"].size())]
     dist.all_gather(norms, norm, group=mesh.get_group("shard"))
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def amax_over_shards(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the largest magnitude, (), of a tensor of which this rank has a part, `values`. Collective."""
+    amax = values.abs().max() if values.numel() > 0 else values.new_zeros(())
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group("shard"))
+    return amax
 
 
 def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:

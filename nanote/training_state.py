@@ -129,11 +129,12 @@ def named_tensors(model, optimizer):
 
 def named_tensors_of_weight(name: str, weight):
     """Yield what `named_tensors` does of a weight."""
-    if not is_frozen_in_fp8(weight):
-        yield f"model.{name}", parallel.local_part(weight).detach(), weight
+    part = parallel.local_part(weight)
+    if not is_frozen_in_fp8(part):
+        yield f"model.{name}", part.detach(), weight
         return
-    yield f"model.{name}", weight.dequantize(), weight
-    scale = frozen_scale(weight)
+    yield f"model.{name}", part.dequantize(), weight
+    scale = frozen_scale(part)
     if scale is not None:
         yield f"frozen.{name}.scale", scale, None
 
@@ -231,14 +232,20 @@ def frozen_scale(weight) -> torch.Tensor | None:
 def write_weight(weight, values, scale=None) -> None:
     """Copy values, this rank's part, to a parameter or a buffer.
 
-    scale: with which a weight that is frozen in FP8 is quantized. None: with that of the values' amax.
+    scale: with which a weight that is frozen in FP8 is quantized. None: with that of the values' amax, for
+        which ranks communicate if it is sharded.
     """
-    if not is_frozen_in_fp8(weight):
-        parallel.local_part(weight).copy_(values)
-    elif scale is None or frozen_scale(weight) is None:
-        weight.copy_(values.to(weight.dtype))  # a float32 master is rounded first, as for a BF16 weight
-    else:
-        weight.copy_(values, scale=scale)
+    part = parallel.local_part(weight)
+    if not is_frozen_in_fp8(part):
+        part.copy_(values)
+        return
+    values = values.to(part.device, part.dtype)  # a float32 master is rounded first, as for a BF16 weight
+    if frozen_scale(part) is None:
+        part.copy_(values)
+        return
+    if scale is None and isinstance(weight, DTensor):
+        scale = part.scale_of(parallel.amax_over_shards(values, weight.device_mesh))
+    part.copy_(values, scale=scale)
 
 
 # ---------------------------------------------------------------- float32 masters

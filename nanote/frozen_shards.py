@@ -1,0 +1,125 @@
+"""Weights that are frozen in FP8, for --parallel fsdp and hsdp: each rank keeps its rows of the FP8 values, and
+an all-gather moves these, one byte a value. The bytes never change.
+
+FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a tensor in high precision. So
+`nanote.parallel` calls
+
+    replace_by_bytes   before fully_shard: a frozen weight becomes a parameter of its bytes, uint8
+    connect            after it: what FSDP2 gathers becomes a FrozenWeight again, with the scale it had
+
+- The scale is one number a weight, and every rank has it.
+- A gathered weight has no transpose. Each backward pass makes it in memory that is free again after its GEMM,
+  also where `freeze_in_fp8` was told to keep it: FSDP2 frees a block's weights after each of its passes.
+- `parallel.local_part` of a sharded frozen weight is a FrozenWeight of this rank's rows.
+- A model's state_dict() has the values of the weights, and load_state_dict() quantizes values.
+
+Reference: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, see nanote/fp8_gather.py.
+"""
+import torch
+from torch.distributed.tensor import DTensor
+
+from nanote import parallel
+from nanote.engine import is_frozen_in_fp8
+from nanote.training_state import write_weight
+
+FP8 = torch.float8_e4m3fn
+
+
+def replace_by_bytes(module, kind: str) -> None:
+    """Replace weights that are frozen in FP8 by parameters of their bytes, which fully_shard can divide. kind:
+    of --parallel, for a message."""
+    for owner in module.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            if not is_frozen_in_fp8(weight) or isinstance(weight, DTensor):
+                continue
+            if not hasattr(weight, "rowwise"):
+                raise ValueError(f"--parallel {kind}: does not shard Transformer Engine's weights that are "
+                                 "frozen in FP8; pass --parallel ddp, or set NANOTE_ENGINE=fast on Hopper")
+            if not hasattr(owner, "frozen_shards"):
+                owner.frozen_shards = {}  # {name of a parameter: FrozenShard}
+                owner.register_state_dict_post_hook(save_values)
+                owner.register_load_state_dict_pre_hook(load_values)
+            owner.frozen_shards[name] = FrozenShard(weight)
+            data = weight.rowwise.view(torch.uint8)
+            owner.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+
+def connect(module) -> None:
+    """Let FSDP2 gather FrozenWeights. Call it again after `.to()`, which makes new tensors of parameters."""
+    for owner in module.modules():
+        for name, shard in getattr(owner, "frozen_shards", {}).items():
+            shard.connect(owner.get_parameter(name))
+
+
+class FrozenShard:
+    """This rank's rows of a weight that is frozen in FP8."""
+
+    def __init__(self, weight):
+        """weight: a FrozenWeight, whole."""
+        names, self.dtype = weight.__tensor_flatten__()
+        self.engine_class = type(weight)
+        self.scales = {name: getattr(weight, name) for name in names if name not in ("rowwise", "columnwise")}
+        self.rows = len(weight)  # on all ranks
+        self.parameter = None
+        self.data = None
+
+    def connect(self, parameter: DTensor) -> None:
+        """parameter: the sharded bytes, (out, in) uint8."""
+        self.parameter = parameter
+        self.data = parameter._local_tensor  # (rows of this rank, in) uint8
+        # FSDP2 calls the methods of this name that the local tensor of a parameter has
+        self.data.fsdp_pre_all_gather = self.pre_all_gather
+        self.data.fsdp_post_all_gather = self.post_all_gather
+        part = torch.nn.Parameter(self.frozen_weight(self.data), requires_grad=False)
+        parameter.frozen_part = part  # for `parallel.local_part`
+        parameter.is_frozen_in_fp8 = True
+        parameter.scale = part.scale  # for the FP8 state in state dicts
+
+    def frozen_weight(self, data: torch.Tensor):
+        """Return the FrozenWeight of some rows, uint8 (rows, in), in the same memory."""
+        tensors = self.scales | {"rowwise": data.view(FP8)}
+        return self.engine_class.__tensor_unflatten__(tensors, self.dtype, None, None)
+
+    def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """Return what is gathered, and what `post_all_gather` gets beside it: nothing."""
+        most_rows = -(-self.rows // mesh.size())
+        columns = self.data.shape[1]
+        # all ranks gather as many rows: FSDP2 has allocated them, also where a rank has fewer
+        padded = self.data.as_strided((most_rows, columns), (columns, 1))
+        return (padded,), None
+
+    def post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        """Return the gathered weight, and its tensors that are not in `outputs`: none.
+
+        outputs: ((rows, in) uint8,), what was gathered, in the same memory in each call.
+        out: None in the first call; then the weight that this returned.
+        """
+        gathered = out
+        if out is None:
+            gathered = self.frozen_weight(outputs[0][:self.rows])
+        return gathered, []
+
+
+# ---------------------------------------------------------------- state dicts
+
+def save_values(owner, state_dict: dict, prefix: str, metadata) -> None:
+    """Replace bytes in a state dict by the values of the weights, sharded likewise: a hook."""
+    for name, shard in owner.frozen_shards.items():
+        saved = state_dict.get(prefix + name)
+        if saved is None or isinstance(saved, torch.nn.Parameter):  # the latter with keep_vars=True
+            continue
+        parameter = shard.parameter
+        state_dict[prefix + name] = DTensor.from_local(
+            parameter.frozen_part.dequantize(), parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride())
+
+
+def load_values(owner, state_dict: dict, prefix: str, *unused) -> None:
+    """Quantize the values in a state dict, and put in their place what is then loaded: a hook. Collective."""
+    for name, shard in owner.frozen_shards.items():
+        values = state_dict.get(prefix + name)
+        if values is None:
+            continue
+        values = parallel.sharded_like(shard.parameter, values)
+        write_weight(shard.parameter, parallel.local_part(values))
+        state_dict[prefix + name] = shard.parameter
