@@ -1,5 +1,5 @@
-"""Weights that are frozen in FP8, for --parallel fsdp and hsdp: each rank keeps its rows of the FP8 values, and
-an all-gather moves these, one byte a value. The bytes never change.
+"""Weights that are frozen in FP8, for --parallel fsdp and hsdp: each rank keeps its rows of the FP8 values,
+and an all-gather moves these, one byte a value. The bytes never change.
 
 FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a tensor in high precision. So
 `nanote.parallel` calls
@@ -26,8 +26,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def replace_by_bytes(module, kind: str) -> None:
-    """Replace weights that are frozen in FP8 by parameters of their bytes, which fully_shard can divide. kind:
-    of --parallel, for a message."""
+    """Replace weights that are frozen in FP8 by parameters of their bytes, which fully_shard can divide.
+    kind: "fsdp" or "hsdp", for a message."""
     for owner in module.modules():
         for name, weight in list(owner.named_parameters(recurse=False)):
             if not is_frozen_in_fp8(weight) or isinstance(weight, DTensor):

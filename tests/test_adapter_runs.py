@@ -18,10 +18,13 @@ from nanote.tokenizers import get_tokenizer
 from nanote.tokens import write_tokens
 from tools import adapter_weights, export_hf, import_hf
 from trainer_tools import (
+    ROOT,
+    RUN_ALL,
     losses,
     metrics,
     python_block,
     randomize,
+    run_ranks,
     run_script,
     run_train,
     sign,
@@ -92,6 +95,25 @@ def test_a_run_resumes_exactly_and_is_evaluated(runs, tokens, capsys):
         assert run_script("sample.py", ["lora", *LORA.split(), "--max-new-tokens", "4"]) == 0
     finally:
         shutil.move(runs / "elsewhere", runs / "base")
+
+
+@pytest.mark.usefixtures("here")
+def test_two_ranks_shard_a_base_in_fp8(tokens, capsys):
+    """They train, resume exactly and are evaluated as one process."""
+    options = (f"{SHAPE} {STEPS} {LORA} --dtype bfloat16 --init-from base --set lora_base=fp8 "
+               f"--set lora_alpha=8 --eval-interval 2 --data {tokens}")
+    assert run_train(f"{options} --micro-batch-size 4 --out-dir one") == 0
+    runs = {"sharded": f"{options} --parallel fsdp", "sharded-to-resumed": f"--resume {LORA}"}
+    run_ranks(RUN_ALL, [str(ROOT), json.dumps(runs), "step-4"])
+    for key in ("loss", "val_loss"):
+        assert losses("sharded", key) == pytest.approx(losses("one", key), rel=1e-3)
+    assert metrics("sharded-to-resumed") == metrics("sharded")
+    assert stored("sharded/step-4").keys() == stored("one/step-4").keys() | {"rng1.torch", "rng1.host"}
+    bases = [checkpoint.read_meta(f"{run}/step-4")["base"] for run in ("one", "sharded")]
+    assert bases[0] == bases[1]
+    capsys.readouterr()
+    assert run_train(f"--eval-only --out-dir sharded {LORA}", tokens) == 0
+    assert f"{losses('sharded', 'val_loss')[-1]:.4f}"[:-1] in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("here")

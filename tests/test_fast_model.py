@@ -29,7 +29,7 @@ from fast_kernels import fused, modules
 from fast_kernels.fused import Branch, Stream
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: F401
 from model_te_fast import FastConfig, FastGPT2Model
-from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model
+from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model, mark_frozen
 from trainer_tools import MODERN, RESTORE, model_file
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -508,8 +508,8 @@ def test_a_model_under_fully_shard_restores_its_fp8_state(one_process_group, fas
     assert losses[0] == pytest.approx(losses[1], rel=1e-3 if HAS_GPU else 0)
 
 
-def test_weights_frozen_in_fp8_on_several_ranks(one_process_group):
-    """PyTorch's DDP copies rank 0's weights to all ranks, as the trainer's does. FSDP would cut them."""
+def test_ddp_keeps_weights_frozen_in_fp8(one_process_group):
+    """PyTorch's DDP copies rank 0's weights to all ranks, as the trainer's does."""
     layer = modules.Linear(32, 32, device=DEVICE, params_dtype=torch.bfloat16)
     modules.freeze_in_fp8(layer, except_for=["bias"])
     before = layer.weight.rowwise.view(torch.uint8).clone()
@@ -519,8 +519,14 @@ def test_weights_frozen_in_fp8_on_several_ranks(one_process_group):
     assert layer.bias.grad.count_nonzero() == 32
     ddp.distribute(layer, "ddp", grad_accum=1)
     assert torch.equal(layer.weight.rowwise.view(torch.uint8), before)
-    with pytest.raises(ValueError, match="^--parallel fsdp: does not shard .* pass --parallel ddp$"):
-        ddp.distribute(layer, "fsdp", grad_accum=1)
+
+
+def test_weights_that_te_froze_in_fp8_are_not_sharded(one_process_group):
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(32, 32, device=DEVICE)])
+    mark_frozen(model.blocks[0].weight)  # as its tensors are, which need a GPU
+    with pytest.raises(ValueError, match="^--parallel fsdp: does not shard Transformer Engine's .* ddp, or"):
+        ddp.distribute(model, "fsdp", grad_accum=1)
 
 
 def test_pytorchs_ways_to_restore_keep_the_fp8_state():

@@ -4,12 +4,19 @@ import copy
 import functools
 import importlib.util
 import json
+import math
 import pickle
 import shutil
 import traceback
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 import te_reference
 
@@ -29,6 +36,7 @@ from trainer_tools import (
     RUN_ALL,
     losses,
     make_batch,
+    metrics,
     model_file,
     randomize,
     run_ranks,
@@ -80,7 +88,8 @@ def build(name, device=DEVICE, **options):
 
 
 def frozen_weights(model):
-    return {name: p for name, p in model.named_parameters() if is_frozen_in_fp8(p)}
+    """Return {name: weight} of frozen weights; of a sharded one this rank's rows."""
+    return {name: parallel.local_part(p) for name, p in model.named_parameters() if is_frozen_in_fp8(p)}
 
 
 def frozen_bytes(model):
@@ -144,14 +153,19 @@ def assert_equal(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def assert_same_bytes(found, expected):
+    assert found.keys() == expected.keys()
+    for name, data in expected.items():
+        assert torch.equal(found[name], data), name
+
+
 def assert_trains_as_its_twin(frozen, twin, way="from Python", keeps_fp8_weights=True):
     """keeps_fp8_weights: of the twin, see `train_model`."""
     before = frozen_bytes(frozen)
     assert_equal(train_model(frozen, way), train_model(twin, way, keeps_fp8_weights))
     after = frozen_bytes(frozen)
     assert len(after) == 8 - 1 + (not twin.config.tie_embeddings)  # all GEMMs but fc2 of the last block
-    for key, values in after.items():
-        assert torch.equal(values, before[key]), key
+    assert_same_bytes(after, before)
     for key, value in frozen.state_dict().items():
         if key.endswith(".scale"):
             assert torch.equal(value, twin.state_dict()[key]), key
@@ -192,41 +206,98 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 from test_frozen import compare_on_ranks
 
-compare_on_ranks(sys.argv[3])
+compare_on_ranks(*sys.argv[3:])
 """
 
 
-def compare_on_ranks(name):
-    """Train a pair of models with ddp on this rank. Rank 0 gives its weights to the others."""
+def compare_on_ranks(name, kind):
+    """Train a pair of models on this rank. Rank 0 gives its weights to the others. kind: of --parallel."""
     parallel.start()
     try:
         if HAS_GPU:
             torch.cuda.set_device(parallel.rank())
             torch.use_deterministic_algorithms(True)
-        frozen, twin = pair(name, {})
+        frozen, twin = pair(name, {
+            "n_inner": 16, "tie_embeddings": kind == "ddp", "gradient_checkpointing": kind == "hsdp"})
+        whole = copy.deepcopy(frozen)
         if parallel.rank() > 0:
             for weight in frozen_weights(frozen).values():
                 weight.copy_(torch.zeros(weight.shape, dtype=weight.dtype, device=DEVICE))
         for model in (frozen, twin):
-            distribute(model, "ddp", grad_accum=2)
+            distribute(model, kind, grad_accum=2)
         assert_trains_as_its_twin(frozen, twin)
+        if kind != "ddp":
+            assert_is_sharded(frozen, whole)
+            assert_loads_as_whole(frozen, whole)
     except BaseException:  # at an ordinary exit a rank would wait for the other
         traceback.print_exc()
         parallel.end_process(1)
     parallel.end_process(0)
 
 
-def run_two_ranks(program, argv):
-    """Run a program on two ranks of one machine."""
-    run_ranks(program, argv, CUDA_VISIBLE_DEVICES="0,1", LOCAL_WORLD_SIZE="2",
+def gathered_bytes(model):
+    """Gather the weights of a sharded model, and return {name: FP8 values of a frozen weight as bytes}."""
+    units = (model, *model.blocks)
+    for unit in units:
+        unit.unshard()
+    found = frozen_bytes(model)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    gathered = [weight.rowwise for weight in frozen_weights(model).values()]
+    for unit in units:
+        unit.reshard()
+    assert [data.untyped_storage().nbytes() for data in gathered] == [0] * len(found), "freed"
+    return found
+
+
+def assert_is_sharded(model, whole):
+    """A rank keeps one byte a value of its rows, and gathers the bytes of the whole weight."""
+    for name, weight in frozen_weights(whole).items():
+        parameter = model.get_parameter(name)
+        rows = math.ceil(len(weight) / mesh_size(parameter))  # FSDP2 allocates as many on each rank
+        part = parallel.local_part(parameter).rowwise
+        assert part.untyped_storage().nbytes() == rows * weight.shape[1], name
+    assert_same_bytes(gathered_bytes(model), frozen_bytes(whole))
+
+
+def mesh_size(parameter):
+    return parameter.device_mesh["shard"].size()
+
+
+def assert_loads_as_whole(model, whole):
+    """A sharded model has the values of the whole one in its state dict, and quantizes others likewise."""
+    options = StateDictOptions(full_state_dict=True)
+    values = get_model_state_dict(model, options=options)
+    for name, weight in frozen_weights(whole).items():
+        assert torch.equal(values[name], weight.dequantize()), name
+        values[name] = -3 * values[name].flip(0)
+    set_model_state_dict(model, dict(values), options=options)
+    whole.load_state_dict(values)
+    assert_same_bytes(gathered_bytes(model), frozen_bytes(whole))
+    for name, weight in frozen_weights(whole).items():
+        assert torch.equal(model.get_parameter(name).scale, weight.scale), name
+
+
+def run_on_ranks(program, argv, count=2, machines=1):
+    """Run a program on several ranks, of one machine or as if they were on several."""
+    gpus = ",".join(map(str, range(count)))
+    run_ranks(program, argv, count, CUDA_VISIBLE_DEVICES=gpus, LOCAL_WORLD_SIZE=str(count // machines),
               CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("reference", marks=TWO_RANKS), pytest.param("fast", marks=TWO_GPUS),
-    pytest.param("te", marks=[*TWO_GPUS, NEEDS_TE])])
-def test_frozen_weights_change_no_bit_on_two_ranks(name):
-    run_two_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), name])
+@pytest.mark.parametrize("name, kind", [
+    pytest.param("reference", "ddp", marks=TWO_RANKS), pytest.param("fast", "ddp", marks=TWO_GPUS),
+    pytest.param("te", "ddp", marks=[*TWO_GPUS, NEEDS_TE]),
+    pytest.param("reference", "fsdp", marks=TWO_RANKS), pytest.param("fast modules", "fsdp", marks=TWO_RANKS),
+    pytest.param("fast", "fsdp", marks=TWO_GPUS)])
+def test_frozen_weights_change_no_bit_on_two_ranks(name, kind):
+    run_on_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), name, kind])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="needs as many GPUs as ranks")
+@pytest.mark.parametrize("kind, count, machines", [("fsdp", 5, 1), ("hsdp", 4, 2)])
+def test_frozen_weights_change_no_bit_on_more_ranks(kind, count, machines):
+    """Five ranks cannot divide the rows, and the last one has none of fc1's 16."""
+    run_on_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), "reference", kind], count, machines)
 
 
 @pytest.mark.parametrize("engine, module, sizes", [
@@ -442,13 +513,19 @@ def test_adapters_learn_alike_beside_fp8_and_bf16_weights(model, in_tmp_path, tm
     pytest.param("optimized", marks=TWO_RANKS), pytest.param("fast", marks=TWO_GPUS)])
 def test_two_ranks_train_adapters_as_one(model, in_tmp_path, tmp_path, tokens):
     make_adapters(tmp_path, model)
-    one = f"{ADAPTERS} --gradient-checkpointing --model my_model.py:{CLASSES[model]} --data {tokens}"
+    code = f"--model my_model.py:{CLASSES[model]}"
+    one = f"{ADAPTERS} --gradient-checkpointing {code} --data {tokens}"
     assert run_train(f"{one} --out-dir one") == 0
     two = one.replace("--grad-accum 2", "--grad-accum 1")
-    run_two_ranks(RUN_ALL, [str(ROOT), json.dumps({"two": two}), ""])
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-3 if HAS_GPU else 5e-4)
+    runs = {"two": two, "sharded": f"{two} --parallel fsdp", "sharded-to-resumed": f"--resume {code}"}
+    run_on_ranks(RUN_ALL, [str(ROOT), json.dumps(runs), "step-4"])
+    assert metrics("sharded-to-resumed") == metrics("sharded")
+    shutil.copytree("sharded", "sharded-in-one", ignore=shutil.ignore_patterns("step-4"))
+    assert run_train(f"--resume {code} --parallel ddp --grad-accum 2 --out-dir sharded-in-one") == 0
     expected = checkpoint.read_tensors("one/step-4", ("model.", "frozen."))
-    found = checkpoint.read_tensors("two/step-4", ("model.", "frozen."))
-    for name, tensor in expected.items():
-        if "lora_" not in name:
-            assert torch.equal(found[name], tensor), name
+    for run in ("two", "sharded", "sharded-in-one"):
+        assert losses(run) == pytest.approx(losses("one"), rel=1e-3 if HAS_GPU else 5e-4), run
+        found = checkpoint.read_tensors(f"{run}/step-4", ("model.", "frozen."))
+        for name, tensor in expected.items():
+            if "lora_" not in name:
+                assert torch.equal(found[name], tensor), (run, name)

@@ -149,7 +149,8 @@ def train_model(model, way="from Python", keeps_fp8_weights=True):
     """Train in steps of two micro-batches as train.py does; return losses and gradients. way: how the passes
     are launched. keeps_fp8_weights: quantize weights in the first micro-batch of a step only."""
     gradients = make_gradients(model, grad_accum=2)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters = parallel.local_parameters(model)
+    trained = [p for p in parameters if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, foreach=False)  # which takes float32 gradients of BF16
     net = torch.compile(model, backend="aot_eager") if way == "compiled" else model
 
@@ -170,7 +171,7 @@ def train_model(model, way="from Python", keeps_fp8_weights=True):
             results.append(
                 forward_backward(batch, is_first_microbatch=is_first, is_last_microbatch=not is_first))
         gradients.set_grad()
-        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results += [p.grad.clone() for p in parameters if p.grad is not None]
         optimizer.step()
     return results
 
