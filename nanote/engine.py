@@ -12,6 +12,7 @@ from model_te_optimized import (
     DelayedScaling,
     Format,
     is_frozen_in_fp8,
+    is_te_tensor,
     load_fp8_state,
     save_fp8_state,
     te,
@@ -19,7 +20,7 @@ from model_te_optimized import (
 )
 
 __all__ = ["ENGINE", "ENGINES", "TE_VERSION", "DelayedScaling", "Format", "is_frozen_in_fp8",
-           "load_fp8_state", "of_module", "save_fp8_state", "te", "te_recipe"]
+           "is_te_tensor", "load_fp8_state", "of_module", "save_fp8_state", "te", "te_recipe"]
 TE_VERSION = import_module("transformer_engine").__version__ if ENGINE == "te" else None
 TE_NAME = f"Transformer Engine {TE_VERSION}" if TE_VERSION else "Transformer Engine"
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nanote import parallel
-from nanote.engine import is_frozen_in_fp8
+from nanote.engine import is_frozen_in_fp8, is_te_tensor
 from nanote.training_state import write_weight
 
 FP8 = torch.float8_e4m3fn
@@ -32,7 +32,7 @@ def replace_by_bytes(module, kind: str) -> None:
         for name, weight in list(owner.named_parameters(recurse=False)):
             if not is_frozen_in_fp8(weight) or isinstance(weight, DTensor):
                 continue
-            if not hasattr(weight, "rowwise"):
+            if is_te_tensor(weight):
                 raise ValueError(f"--parallel {kind}: does not shard Transformer Engine's weights that are "
                                  "frozen in FP8; pass --parallel ddp, or set NANOTE_ENGINE=fast on Hopper")
             if not hasattr(owner, "frozen_shards"):

@@ -207,17 +207,17 @@ def broadcast_weights(module) -> None:
 
 def broadcast(tensor) -> None:
     """Copy a parameter or a buffer of rank 0 to the other ranks, bit for bit if it is frozen in FP8, too."""
-    from nanote.engine import is_frozen_in_fp8
-    from nanote.training_state import frozen_scale, write_weight  # imports this file
+    from nanote.engine import is_frozen_in_fp8, is_te_tensor  # slow to import
     if not is_frozen_in_fp8(tensor):
         dist.broadcast(tensor.data, src=0)
-        return
-    values = tensor.dequantize()
-    scale = frozen_scale(tensor)
-    dist.broadcast(values, src=0)
-    if scale is not None:
-        dist.broadcast(scale, src=0)
-    write_weight(tensor, values, scale)
+    elif is_te_tensor(tensor):
+        values = tensor.dequantize()
+        dist.broadcast(values, src=0)
+        tensor.copy_(values)
+    else:
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            dist.broadcast(getattr(tensor, name).view(torch.uint8), src=0)
 
 
 def reshard(model) -> None:

@@ -524,7 +524,9 @@ def test_ddp_keeps_weights_frozen_in_fp8(one_process_group):
 def test_weights_that_te_froze_in_fp8_are_not_sharded(one_process_group):
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([torch.nn.Linear(32, 32, device=DEVICE)])
-    mark_frozen(model.blocks[0].weight)  # as its tensors are, which need a GPU
+    weight = model.blocks[0].weight  # in place of a tensor of TE, which needs a GPU
+    weight._scale_inv = torch.ones(1, device=DEVICE)
+    mark_frozen(weight)
     with pytest.raises(ValueError, match="^--parallel fsdp: does not shard Transformer Engine's .* ddp, or"):
         ddp.distribute(model, "fsdp", grad_accum=1)
 
