@@ -289,11 +289,8 @@ def build_model(config, device, saved_config: dict | None = None):
     recipe = recipes.make(config)
     # model_te_fast.py where its Triton kernels run, else model_te_optimized.py, whose modules come from
     # Transformer Engine, fast_kernels or te_reference. The first line of the log says which, and why.
-    # A sharded model is never whole on a GPU: each block is sharded when it is built. Of a model of your own,
-    # whose other ModuleLists are not known, all blocks are built first.
-    kind = "ddp" if is_model_file(config.model) else config.parallel
-    with parallel.sharding_blocks(kind, device.type, config.grad_accum):
-        model = models.make_model(config, device, dtype, recipe, saved_config)
+    # A sharded model is never whole on a GPU: each block is sharded when it is built.
+    model = models.make_model(config, device, dtype, recipe, saved_config, shards_blocks=True)
     return distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
 
 

@@ -33,17 +33,21 @@ INSTEAD = {  # what the kit's files that lack an option of a preset have
     "activation": "GELU", "use_rmsnorm": "LayerNorm", "use_rotary": "learned positions"}
 
 
-def make_model(config, device, dtype, recipe, saved=None):
+def make_model(config, device, dtype, recipe, saved=None, shards_blocks=False):
     """Build the model of a TrainConfig.
 
     Args:
         recipe: TE's recipe object; None: without FP8.
         saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
             options keep its values.
+        shards_blocks: with --parallel fsdp and hsdp, shard each block when it is built, if the model can be
+            built so.
     """
     name, reason_against_fast = pick_model(dataclasses.asdict(config), device, dtype)
     model_config = resolve_config(name, config, recipe is not None, saved)
-    model = instantiate(name, model_config, device=device, dtype=dtype)
+    kind = config.parallel if shards_blocks and can_shard_as_built(name) else "ddp"
+    with parallel.sharding_blocks(kind, torch.device(device).type, config.grad_accum):
+        model = instantiate(name, model_config, device=device, dtype=dtype)
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
@@ -55,6 +59,13 @@ def make_model(config, device, dtype, recipe, saved=None):
     if reason_against_fast:
         model.engine_description += f" (not model_te_fast: {reason_against_fast})"
     return model
+
+
+def can_shard_as_built(name: str) -> bool:
+    """Return whether each block of model `name` may be sharded when it joins its ModuleList. Of a model of
+    your own its class says so (own_model.py), but not a base class: a derived one may go on building."""
+    model_class, _ = model_classes(name)
+    return not is_model_file(name) or vars(model_class).get("shards_blocks_as_built", False)
 
 
 def resolve_config(name: str, config, use_fp8: bool, saved: dict | None):

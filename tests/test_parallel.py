@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanote import checkpoint, ddp, parallel
-from trainer_tools import ROOT, RUN_ALL, losses, metrics, run_ranks, run_train
+from trainer_tools import ROOT, RUN_ALL, losses, metrics, run_ranks, run_train, write_edit
 
 STEPS = 4
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
@@ -159,7 +159,7 @@ def test_shards_sum_micro_batches_in_float32(in_tmp_path):
 
 
 BUILT = """
-import sys
+import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from torch.distributed.tensor import DTensor
@@ -169,7 +169,7 @@ from nanote.config import TrainConfig
 
 ranks, device = parallel.start(), torch.device("cpu")
 config = TrainConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=64, n_positions=64, seq_len=64,
-                     parallel=sys.argv[2], device="cpu")
+                     parallel=sys.argv[2], device="cpu", **json.loads(sys.argv[3]))
 torch.manual_seed(0)
 whole = models.make_model(config, device, torch.float32, recipes.make(config)).state_dict()
 were_sharded = []
@@ -183,18 +183,30 @@ def look(parent, name, module):
 torch.nn.modules.module.register_module_module_registration_hook(look)
 torch.manual_seed(ranks.rank)  # all ranks get the weights of rank 0
 model = train.build_model(config, device)
-weights = {name: weight.full_tensor() for name, weight in model.named_parameters()}
-is_same = all([torch.equal(weight, whole[name]) for name, weight in weights.items()])
-print("found", len(were_sharded) > 0 and all(were_sharded), is_same, flush=True)
+is_same = [torch.equal(value.full_tensor(), whole[name]) for name, value in model.state_dict().items()
+           if isinstance(value, DTensor)]
+print("found", len(were_sharded) > 0 and all(were_sharded), len(is_same) > 20 and all(is_same), flush=True)
 parallel.end_process(0)
+"""
+FROZEN = """
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, freeze_in_fp8
+class Frozen(OptimizedGPT2Model):
+    def __init__(self, config: OptimizedConfig):
+        super().__init__(config)
+        freeze_in_fp8(self, except_for=["norm"])
 """
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
-def test_a_block_is_sharded_before_the_next_one_is_built(in_tmp_path, kind):
-    """The weights are those of a model that is built whole."""
-    for output in run_ranks(BUILT, [str(ROOT), kind]):
-        assert output.split()[-3:] == ["found", "True", "True"]
+@pytest.mark.parametrize("kind, options, is_sharded_as_built", [
+    ("fsdp", {}, True), ("hsdp", {}, True),
+    ("fsdp", {"model": "my_model.py:OptimizedGPT2Model", "set": [["lora_base=fp8"]]}, True),
+    ("fsdp", {"model": "frozen.py:Frozen"}, False)])
+def test_a_block_is_sharded_before_the_next_one_is_built(in_tmp_path, kind, options, is_sharded_as_built):
+    """If the model file is the kit's, or says so. The weights are those of a model that is built whole."""
+    write_edit(Path(), "optimized", "lora")
+    Path("frozen.py").write_text(FROZEN)
+    for output in run_ranks(BUILT, [str(ROOT), kind, json.dumps(options)]):
+        assert output.split()[-3:] == ["found", str(is_sharded_as_built), "True"]
 
 
 # ---------------------------------------------------------------- a sharded optimizer
