@@ -15,6 +15,8 @@ FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a t
 
 Reference: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, see nanote/fp8_gather.py.
 """
+import math
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -45,7 +47,8 @@ def replace_by_bytes(module, kind: str) -> None:
 
 
 def connect(module) -> None:
-    """Let FSDP2 gather FrozenWeights. Call it again after `.to()`, which makes new tensors of parameters."""
+    """Let FSDP2 gather FrozenWeights. Call it again after `.to()`, which replaces the tensors of parameters,
+    and so drops the attributes that are set here."""
     for owner in module.modules():
         for name, shard in getattr(owner, "frozen_shards", {}).items():
             shard.connect(owner.get_parameter(name))
@@ -82,10 +85,10 @@ class FrozenShard:
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return what is gathered, and what `post_all_gather` gets beside it: nothing."""
-        most_rows = -(-self.rows // mesh.size())
-        columns = self.data.shape[1]
         # all ranks gather as many rows: FSDP2 has allocated them, also where a rank has fewer
-        padded = self.data.as_strided((most_rows, columns), (columns, 1))
+        rows = math.ceil(self.rows / mesh.size())
+        columns = self.data.shape[1]
+        padded = self.data.as_strided((rows, columns), (columns, 1))
         return (padded,), None
 
     def post_all_gather(self, outputs, metadata, dtype, *, out=None):

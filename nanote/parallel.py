@@ -130,8 +130,6 @@ def shard(model, kind: str, grad_accum: int) -> None:
     grad_accum: the number of micro-batches a step.
     """
     from torch.distributed.fsdp import FSDPModule  # slow to import
-
-    from nanote import frozen_shards  # imports the engine
     if not getattr(model, "blocks", None):  # a user's own model may have none
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
                          "model.blocks; name its list of blocks so, or pass --parallel ddp")
@@ -142,7 +140,6 @@ def shard(model, kind: str, grad_accum: int) -> None:
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
         if not isinstance(module, FSDPModule):  # as blocks are that were built in `sharding_blocks`
             shard_module(module, mesh, kind, grad_accum)
-    frozen_shards.connect(model)  # again: a block that was sharded as it was built was moved after it
     if "fast_kernels.modules" in sys.modules:  # perhaps this model has its modules
         from nanote.fp8_gather import gather_in_fp8
         gather_in_fp8(model)
@@ -193,7 +190,7 @@ def shard_module(module, mesh: DeviceMesh, kind: str, grad_accum: int) -> None:
     has_two_terms = world_size() == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)
     fully_shard(module, mesh=mesh, mp_policy=policy)
-    frozen_shards.connect(module)
+    frozen_shards.connect(module)  # of a model also its blocks, which .to() has moved since
     module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
     module.set_force_sum_reduction_for_comms(True)
 
