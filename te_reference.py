@@ -1649,7 +1649,7 @@ class FrozenWeight(torch.Tensor):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             weight, = args
             return weight.alias()
-        if function is torch.ops.aten.as_strided.default and tuple(args[1]) == args[0].shape:
+        if function is torch.ops.aten.as_strided.default and _is_whole(*args):
             return args[0].alias()  # by as_strided FSDP2 makes the parameter
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
@@ -1685,6 +1685,11 @@ def _as_parameter(rowwise, scale, dtype):
 
 def _unpickle_frozen(rowwise, scale, dtype):
     return _as_parameter(rowwise.view(torch.float8_e4m3fn), scale, dtype)
+
+
+def _is_whole(weight, size, stride, offset=None):
+    """Return whether these arguments of `as_strided` give the weight itself."""
+    return (tuple(size), tuple(stride), offset or 0) == (weight.shape, weight.stride(), 0)
 
 
 def _make_frozen_weight(weight):

@@ -57,8 +57,8 @@ their 95 % intervals over seeds (t distribution), and how much faster an arm is 
 
 Both runs of a pair are of one origin: machine, commit, PyTorch and model. They are no pair otherwise, or if
 they did not share everything before `start`: that is printed. The pairs of a row may be of several origins;
-of a seed with several pairs the last one counts. After a new commit name another --out-dir, so that BF16 is
-trained with it too.
+of a seed with several pairs on the same token files the last one counts. After a new commit name another
+--out-dir, so that BF16 is trained with it too.
 
 Because of the shared BF16 run the differences of two arms are not independent: compare the arms by their
 losses, seed by seed. The runs of a pair train one after the other, not in turns: the GPU's clock may differ
@@ -914,7 +914,7 @@ def speed_to_equal_loss(row: dict, pairs: list[Pair], others: list[list[Pair]]) 
     slope = fall / log_of_tokens(nearest, pairs)
     found["slope"] = slope
     found["slope_tokens"] = nearest[0].run["tokens"]
-    found["slope_seeds"] = sorted(falls)
+    found["slope_seeds"] = sorted(seed for seed, _ in falls)
 
     def speed_at(gap: float) -> float | None:
         if slope <= 0 or abs(gap) > abs(fall) / 2:
@@ -934,14 +934,14 @@ def is_other_length(other: Group, group: Group) -> bool:
             and other.fields | {"tokens": None} == group.fields | {"tokens": None})
 
 
-def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[int, float]:
-    """Return {seed: how much lower BF16's loss is in another row}, of the seeds that both have, on the same
-    token files."""
+def baseline_falls(pairs: list[Pair], other: list[Pair]) -> dict[tuple[int, str], float]:
+    """Return {(seed, checksum of the token files): how much lower BF16's loss is in another row}, of those
+    that both have."""
     def key(run):
         return run["seed"], run["train_sha256"]
 
     losses = {key(baseline): training_loss(baseline) for _, baseline in other}
-    return {baseline["seed"]: training_loss(baseline) - losses[key(baseline)] for _, baseline in pairs
+    return {key(baseline): training_loss(baseline) - losses[key(baseline)] for _, baseline in pairs
             if key(baseline) in losses}
 
 

@@ -90,7 +90,7 @@ class FrozenWeight(Float8Tensor):
         if function in KEPT:
             weight, = args
             return weight.alias()
-        if function is torch.ops.aten.as_strided.default and tuple(args[1]) == args[0].shape:
+        if function is torch.ops.aten.as_strided.default and _is_whole(*args):
             return args[0].alias()  # by as_strided FSDP2 makes the parameter
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):  # DDP broadcasts with copy_
             return args[0].copy_(args[1])
@@ -134,6 +134,11 @@ def _unpickle(rowwise, columnwise, scale_inv, scale, dtype):
 
 
 @torch.no_grad()
+def _is_whole(weight, size, stride, offset=None):
+    """Return whether these arguments of `as_strided` give the weight itself."""
+    return (tuple(size), tuple(stride), offset or 0) == (weight.shape, weight.stride(), 0)
+
+
 def make_frozen_weight(weight, keeps_transpose):
     """Return a weight (out, in) as a frozen parameter. keeps_transpose: see `modules.freeze_in_fp8`."""
     rows, columns = weight.shape

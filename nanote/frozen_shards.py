@@ -1,5 +1,5 @@
 """Weights that are frozen in FP8, for --parallel fsdp and hsdp: each rank keeps its rows of the FP8 values,
-and an all-gather moves these, one byte a value. The bytes never change.
+and an all-gather moves these, one byte a value. Training never changes the bytes.
 
 FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a tensor in high precision. So
 `nanote.parallel` calls
@@ -11,7 +11,8 @@ FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a t
 - A gathered weight has no transpose. Each backward pass makes it in memory that is free again after its GEMM,
   also where `freeze_in_fp8` was told to keep it: FSDP2 frees a block's weights after each of its passes.
 - `parallel.local_part` of a sharded frozen weight is a FrozenWeight of this rank's rows.
-- A model's state_dict() has the values of the weights, and load_state_dict() quantizes values.
+- A model's state_dict() has the values of the weights, and load_state_dict() quantizes values. Not so with
+  PyTorch's broadcast_from_rank0=True, which copies values into the bytes.
 
 Reference: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, see nanote/fp8_gather.py.
 """
@@ -123,6 +124,9 @@ def load_values(owner, state_dict: dict, prefix: str, *unused) -> None:
         values = state_dict.get(prefix + name)
         if values is None:
             continue
+        if values.dtype == torch.uint8:
+            raise ValueError(f"{prefix}{name}: is uint8, and a weight that is frozen in FP8 loads values; "
+                             "leave out broadcast_from_rank0=True, and keep_vars=True of state_dict")
         values = parallel.sharded_like(shard.parameter, values)
         write_weight(shard.parameter, parallel.local_part(values))
         state_dict[prefix + name] = shard.parameter

@@ -7,7 +7,8 @@ The last section of guide/changing_the_model.md lists what the trainer needs of 
 - Labels are already shifted; -100 is ignored. The loss is a scalar; logits are (B, S, vocab_size).
 - `model.blocks` holds the transformer blocks, for --optimizer muon and --parallel fsdp only.
 - With `shards_blocks_as_built = True` in the class, not in a base class, --parallel fsdp shards each block
-  when it joins its ModuleList. Blocks must be complete then, and nothing else may be in a ModuleList.
+  when it joins its ModuleList. Blocks must be complete then, and frozen if their weights shall be so in FP8;
+  nothing else may be in a ModuleList.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8
   once per step; one with `cu_seqlens` can train with --pack-documents.
 """

@@ -131,7 +131,8 @@ def remember_base(model, weights: dict, base: Path, names_in_base, base_sha256) 
         base_sha256 = parallel.on_rank0(lambda: adapters.checksum_of_weights(base))
     frozen = {name for name, tensor in weights.items()
               if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad}
-    dtype = next(model.parameters()).dtype
+    # of a sharded frozen weight the dtype of its values, not of its bytes
+    dtype = parallel.local_part(next(model.parameters())).dtype
     model.base_of_adapters = adapters.Base(
         base, base_sha256, frozenset(frozen & names_in_base), dtype)
     if parallel.rank() == 0 and checkpoint.is_checkpoint(base):

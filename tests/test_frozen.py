@@ -293,11 +293,22 @@ def test_frozen_weights_change_no_bit_on_two_ranks(name, kind):
     run_on_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), name, kind])
 
 
+@pytest.mark.parametrize("engine", [te_reference, modules])
+def test_other_strides_give_other_values(engine):
+    """Not the weight itself, as for FSDP2, which asks for its own strides."""
+    linear = engine.Linear(32, 32, params_dtype=torch.bfloat16, device=DEVICE)
+    engine.freeze_in_fp8(linear)
+    values = linear.weight.dequantize()
+    assert torch.equal(linear.weight.as_strided((32, 32), (32, 1)).dequantize(), values)
+    assert torch.equal(linear.weight.as_strided((32, 32), (1, 32)), values.T)
+
+
 @pytest.mark.skipif(HAS_GPU, reason="needs as many GPUs as ranks")
-@pytest.mark.parametrize("kind, count, machines", [("fsdp", 5, 1), ("hsdp", 4, 2)])
-def test_frozen_weights_change_no_bit_on_more_ranks(kind, count, machines):
+@pytest.mark.parametrize("name, kind, count, machines", [
+    ("reference", "fsdp", 5, 1), ("fast modules", "fsdp", 5, 1), ("reference", "hsdp", 4, 2)])
+def test_frozen_weights_change_no_bit_on_more_ranks(name, kind, count, machines):
     """Five ranks cannot divide the rows, and the last one has none of fc1's 16."""
-    run_on_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), "reference", kind], count, machines)
+    run_on_ranks(ON_RANKS, [str(ROOT), str(ROOT / "tests"), name, kind], count, machines)
 
 
 @pytest.mark.parametrize("engine, module, sizes", [
