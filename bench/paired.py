@@ -665,7 +665,8 @@ class Pair(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The runs of a row: those of an arm that differ in their seed alone, one per seed."""
+    """The runs of a row: those of an arm that differ in their seed alone, one per seed, or of
+    `groups_over_corpora` one per seed and token files."""
 
     fields: dict  # "arm" and those of PAIR_FIELDS that the runs have
     pairs: list[Pair]
@@ -1117,10 +1118,12 @@ def add_runs(options: Options, argv) -> dict:
     runs = [run for run in document["runs"] if stored_key(run) not in new_keys] + new
     commands = document["commands"]
     command = command_line("bench/paired.py", argv)
-    if command not in commands:
+    is_new_command = command not in commands
+    if is_new_command:
         commands.append(command)
+    is_changed = is_new_command or runs != document["runs"]
     document = {"commands": commands, "rows": summarize(runs), "runs": runs}
-    if new:
+    if new and is_changed:  # this is called every few seconds
         write_json(options.json, document)
     return document
 

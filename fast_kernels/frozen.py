@@ -133,12 +133,12 @@ def _unpickle(rowwise, columnwise, scale_inv, scale, dtype):
     return as_parameter(FP8Data(rowwise.view(FP8), columnwise, scale_inv), scale, dtype)
 
 
-@torch.no_grad()
 def _is_whole(weight, size, stride, offset=None):
     """Return whether these arguments of `as_strided` give the weight itself."""
     return (tuple(size), tuple(stride), offset or 0) == (weight.shape, weight.stride(), 0)
 
 
+@torch.no_grad()
 def make_frozen_weight(weight, keeps_transpose):
     """Return a weight (out, in) as a frozen parameter. keeps_transpose: see `modules.freeze_in_fp8`."""
     rows, columns = weight.shape

@@ -129,8 +129,8 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
 
 
 def norm_fc1(stream: Stream, module, is_first_microbatch=None, adapter=None):
-    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ fc1_weightᵀ + bias as
-    a Branch) of a LayerNormMLP. adapter: see `norm_linear`."""
+    """Add the stream's branch to its residual; return the sum as a Stream, and norm(sum) @ fc1_weightᵀ + bias
+    of a LayerNormMLP as a Branch. adapter: see `norm_linear`."""
     _check_stream("norm_fc1", stream)
     return _norm_gemm(stream, module, is_first_microbatch, is_branch=True, adapter=adapter)
 
@@ -189,8 +189,9 @@ def linear(x, module, is_first_microbatch=None, is_branch=True, adapter=None) ->
 
 def activation_linear(hidden: Branch, module, is_first_microbatch=None, is_branch=True,
                       adapter=None) -> Branch:
-    """Return activation(hidden) @ fc2_weightᵀ + fc2_bias of a LayerNormMLP. is_branch: see `linear`; adapter:
-    see `norm_linear`."""
+    """Return activation(hidden) @ fc2_weightᵀ + fc2_bias of a LayerNormMLP.
+
+    is_branch: see `linear`; adapter: see `norm_linear`."""
     adapter_arguments = _adapter_arguments(adapter)
     inputs = (hidden.output, hidden.bias, adapter_arguments.a, adapter_arguments.b)
     layer = module.begin_pass(1, inputs, is_first_microbatch)
