@@ -4,7 +4,7 @@ and an all-gather moves these, one byte a value. Training never changes the byte
 FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a tensor in high precision. So
 `nanote.parallel` calls
 
-    replace_by_bytes   before fully_shard: a frozen weight becomes a parameter of its bytes, uint8
+    replace_by_fp8     before fully_shard: a frozen weight becomes a parameter of its FP8 values
     connect            after it: what FSDP2 gathers becomes a FrozenWeight again, with the scale it had
 
 - The scale is one number a weight, and every rank has it.
@@ -28,8 +28,8 @@ from nanote.training_state import write_weight
 FP8 = torch.float8_e4m3fn
 
 
-def replace_by_bytes(module, kind: str) -> None:
-    """Replace weights that are frozen in FP8 by parameters of their bytes, which fully_shard can divide.
+def replace_by_fp8(module, kind: str) -> None:
+    """Replace weights that are frozen in FP8 by parameters of their FP8 values, which fully_shard can divide.
     kind: "fsdp" or "hsdp", for a message."""
     for owner in module.modules():
         for name, weight in list(owner.named_parameters(recurse=False)):
@@ -43,8 +43,8 @@ def replace_by_bytes(module, kind: str) -> None:
                 owner.register_state_dict_post_hook(save_values)
                 owner.register_load_state_dict_pre_hook(load_values)
             owner.frozen_shards[name] = FrozenShard(weight)
-            data = weight.rowwise.view(torch.uint8)
-            owner.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+            # not as uint8: the FSDP2 of PyTorch 2.11 makes parameters that may require gradients
+            owner.register_parameter(name, torch.nn.Parameter(weight.rowwise, requires_grad=False))
 
 
 def connect(module) -> None:
@@ -68,9 +68,9 @@ class FrozenShard:
         self.data = None
 
     def connect(self, parameter: DTensor) -> None:
-        """parameter: the sharded bytes, (out, in) uint8."""
+        """parameter: the sharded values, (out, in) E4M3."""
         self.parameter = parameter
-        self.data = parameter._local_tensor  # (rows of this rank, in) uint8
+        self.data = parameter._local_tensor  # (rows of this rank, in) E4M3
         # FSDP2 calls the methods of this name that the local tensor of a parameter has
         self.data.fsdp_pre_all_gather = self.pre_all_gather
         self.data.fsdp_post_all_gather = self.post_all_gather
@@ -80,8 +80,8 @@ class FrozenShard:
         parameter.scale = part.scale  # for the FP8 state in state dicts
 
     def frozen_weight(self, data: torch.Tensor):
-        """Return the FrozenWeight of some rows, uint8 (rows, in), in the same memory."""
-        tensors = self.scales | {"rowwise": data.view(FP8)}
+        """Return the FrozenWeight of some rows, (rows, in) E4M3, in the same memory."""
+        tensors = self.scales | {"rowwise": data}
         return self.engine_class.__tensor_unflatten__(tensors, self.dtype, None, None)
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
@@ -90,7 +90,7 @@ class FrozenShard:
         rows = math.ceil(self.rows / mesh.size())
         columns = self.data.shape[1]
         padded = self.data.as_strided((rows, columns), (columns, 1))
-        return (padded,), None
+        return (padded.view(torch.uint8),), None
 
     def post_all_gather(self, outputs, metadata, dtype, *, out=None):
         """Return the gathered weight, and its tensors that are not in `outputs`: none.
@@ -100,14 +100,14 @@ class FrozenShard:
         """
         gathered = out
         if out is None:
-            gathered = self.frozen_weight(outputs[0][:self.rows])
+            gathered = self.frozen_weight(outputs[0][:self.rows].view(FP8))
         return gathered, []
 
 
 # ---------------------------------------------------------------- state dicts
 
 def save_values(owner, state_dict: dict, prefix: str, metadata) -> None:
-    """Replace bytes in a state dict by the values of the weights, sharded likewise: a hook."""
+    """Replace FP8 values in a state dict by the values of the weights, sharded likewise: a hook."""
     for name, shard in owner.frozen_shards.items():
         saved = state_dict.get(prefix + name)
         if saved is None or isinstance(saved, torch.nn.Parameter):  # the latter with keep_vars=True
@@ -124,9 +124,10 @@ def load_values(owner, state_dict: dict, prefix: str, *unused) -> None:
         values = state_dict.get(prefix + name)
         if values is None:
             continue
-        if values.dtype == torch.uint8:
-            raise ValueError(f"{prefix}{name}: is uint8, and a weight that is frozen in FP8 loads values; "
-                             "leave out broadcast_from_rank0=True, and keep_vars=True of state_dict")
+        if values.dtype == FP8:
+            raise ValueError(f"{prefix}{name}: has FP8 values without their scale, and a weight that is frozen "
+                             "in FP8 loads values in high precision; leave out broadcast_from_rank0=True, "
+                             "and keep_vars=True of state_dict")
         values = parallel.sharded_like(shard.parameter, values)
         write_weight(shard.parameter, parallel.local_part(values))
         state_dict[prefix + name] = shard.parameter

@@ -185,7 +185,7 @@ def shard_module(module, mesh: DeviceMesh, kind: str, grad_accum: int) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
 
     from nanote import frozen_shards  # imports the engine
-    frozen_shards.replace_by_bytes(module, kind)
+    frozen_shards.replace_by_fp8(module, kind)
     # The sum of two BF16 gradients is rounded to BF16 once, in either dtype; more terms need float32
     has_two_terms = world_size() == 2 and grad_accum == 1
     policy = MixedPrecisionPolicy(reduce_dtype=None if has_two_terms else torch.float32)

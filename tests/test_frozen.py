@@ -27,7 +27,7 @@ from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_g
 from nanote import checkpoint, parallel
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
-from nanote.engine import is_frozen_in_fp8
+from nanote.engine import ENGINE, is_frozen_in_fp8
 from nanote.optimizers import make_optimizer
 from nanote.recipes import round_up
 from trainer_tools import (
@@ -528,13 +528,17 @@ def test_two_ranks_train_adapters_as_one(model, in_tmp_path, tmp_path, tokens):
     one = f"{ADAPTERS} --gradient-checkpointing {code} --data {tokens}"
     assert run_train(f"{one} --out-dir one") == 0
     two = one.replace("--grad-accum 2", "--grad-accum 1")
-    runs = {"two": two, "sharded": f"{two} --parallel fsdp", "sharded-to-resumed": f"--resume {code}"}
+    shards = model == "fast" or ENGINE != "te"  # weights that TE itself has frozen are not sharded
+    runs = {"two": two}
+    if shards:
+        runs |= {"sharded": f"{two} --parallel fsdp", "sharded-to-resumed": f"--resume {code}"}
     run_on_ranks(RUN_ALL, [str(ROOT), json.dumps(runs), "step-4"])
-    assert metrics("sharded-to-resumed") == metrics("sharded")
-    shutil.copytree("sharded", "sharded-in-one", ignore=shutil.ignore_patterns("step-4"))
-    assert run_train(f"--resume {code} --parallel ddp --grad-accum 2 --out-dir sharded-in-one") == 0
+    if shards:
+        assert metrics("sharded-to-resumed") == metrics("sharded")
+        shutil.copytree("sharded", "sharded-in-one", ignore=shutil.ignore_patterns("step-4"))
+        assert run_train(f"--resume {code} --parallel ddp --grad-accum 2 --out-dir sharded-in-one") == 0
     expected = checkpoint.read_tensors("one/step-4", ("model.", "frozen."))
-    for run in ("two", "sharded", "sharded-in-one"):
+    for run in ("two", "sharded", "sharded-in-one") if shards else ("two",):
         assert losses(run) == pytest.approx(losses("one"), rel=1e-3 if HAS_GPU else 5e-4), run
         found = checkpoint.read_tensors(f"{run}/step-4", ("model.", "frozen."))
         for name, tensor in expected.items():
