@@ -12,7 +12,8 @@ counts, and `efficiency_interval` its 95 % interval. Times and tokens/s are medi
            model. Pass --nanogpt with a checkout, of which model.py alone is read
 
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
-gradient norm that this GPU has alone. Field `fa4` of a row says whether attention ran in FlashAttention 4:
+gradient norm that this GPU has alone. --no-compare trains on all GPUs only: for a model that is too large for
+one of them. Its rows have no efficiency. Field `fa4` of a row says whether attention ran in FlashAttention 4:
 where it is installed; nanoGPT has PyTorch's kernel.
 """
 import sys
@@ -52,6 +53,7 @@ class Options:
     recipes: tuple[str, ...] = ("none", "delayed")
     accum: int = 1  # Micro-batches per step.
     steps: int = 40  # Steps to time, of each.
+    compare: bool = True  # Train on one GPU alone, too.
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for layout nanogpt.
     json: Path | None = None  # Write the rows here; those of other layouts, shapes and recipes stay.
 
@@ -123,34 +125,39 @@ def measure_row(layout, config, options, device) -> dict:
     together = make_training(layout, config, options, device, batches)
     loss, norm = warm(together, batches, device)
     peak = peak_gib(together, device, occupied)
-    with alone():
-        single = make_training(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
-        expected = warm(single, batches, device)
-    check_agreement((loss, norm), expected, config)
-    functions = {"one": alone()(lambda: single(batches, measure.LR)),
-                 "all": lambda: together(batches, measure.LR)}
-    times = measure.in_turns(functions, options.steps, device)
-    times_of_ranks = over_ranks(times)
+    functions = {"all": lambda: together(batches, measure.LR)}
+    if options.compare:
+        with alone():
+            ddp_config = dataclasses.replace(config, parallel="ddp")
+            single = make_training(layout, ddp_config, options, device, batches)
+            expected = warm(single, batches, device)
+        check_agreement((loss, norm), expected, config)
+        functions = {"one": alone()(lambda: single(batches, measure.LR))} | functions
+    times_of_ranks = over_ranks(measure.in_turns(functions, options.steps, device))
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
-    speeds_alone = [1e3 * tokens / statistics.median(times["one"]) for times in times_of_ranks]
-    mean_alone = statistics.mean(speeds_alone)
     slowest_ms = max(statistics.median(times["all"]) for times in times_of_ranks)
-    efficiencies = efficiencies_of_steps(times_of_ranks)
-    return {
-        "ms_one": statistics.median(times["one"]), "ms_all": statistics.median(times["all"]),
-        "tokens_per_s_per_gpu": 1e3 * tokens / slowest_ms,
-        "tokens_per_s_one_gpu": mean_alone, "slowest_gpu": min(speeds_alone) / mean_alone,
-        "efficiency": statistics.median(efficiencies),
-        "efficiency_interval": measure.interval_of_median(efficiencies),
-        "peak_gib": peak, "loss": loss, "grad_norm": norm,
-        "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
+    row = {"ms_all": slowest_ms, "tokens_per_s_per_gpu": 1e3 * tokens / slowest_ms,
+           "peak_gib": peak, "loss": loss, "grad_norm": norm,
+           "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
+    return row | efficiency_of(times_of_ranks, tokens) if options.compare else row
 
 
-def efficiencies_of_steps(times_of_ranks: list[dict]) -> list[float]:
-    """Return the efficiency of each pair of steps that took turns.
+def efficiency_of(times_of_ranks: list[dict], tokens: int) -> dict:
+    """Return the fields of a row that compare with one GPU alone, which trains `tokens` a step.
 
     times_of_ranks: for each rank {"one": ms of its steps alone, "all": ms of its steps with the others}.
     """
+    speeds_alone = [1e3 * tokens / statistics.median(times["one"]) for times in times_of_ranks]
+    mean_alone = statistics.mean(speeds_alone)
+    efficiencies = efficiencies_of_steps(times_of_ranks)
+    return {"ms_one": statistics.median(times_of_ranks[0]["one"]),
+            "tokens_per_s_one_gpu": mean_alone, "slowest_gpu": min(speeds_alone) / mean_alone,
+            "efficiency": statistics.median(efficiencies),
+            "efficiency_interval": measure.interval_of_median(efficiencies)}
+
+
+def efficiencies_of_steps(times_of_ranks: list[dict]) -> list[float]:
+    """Return the efficiency of each pair of steps that took turns. times_of_ranks: as in `efficiency_of`."""
     alone_by_step = zip(*[times["one"] for times in times_of_ranks])
     together_by_step = zip(*[times["all"] for times in times_of_ranks])
     efficiencies = []

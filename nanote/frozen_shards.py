@@ -125,9 +125,9 @@ def load_values(owner, state_dict: dict, prefix: str, *unused) -> None:
         if values is None:
             continue
         if values.dtype == FP8:
-            raise ValueError(f"{prefix}{name}: has FP8 values without their scale, and a weight that is frozen "
-                             "in FP8 loads values in high precision; leave out broadcast_from_rank0=True, "
-                             "and keep_vars=True of state_dict")
+            raise ValueError(f"{prefix}{name}: has FP8 values without their scale, and a weight that is "
+                             "frozen in FP8 loads values in high precision; leave out "
+                             "broadcast_from_rank0=True, and keep_vars=True of state_dict")
         values = parallel.sharded_like(shard.parameter, values)
         write_weight(shard.parameter, parallel.local_part(values))
         state_dict[prefix + name] = shard.parameter
