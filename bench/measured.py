@@ -34,6 +34,8 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - Steps that are compared took turns unless a table says otherwise. Intervals in brackets are 95 % intervals.
 """
 VERSION_0_1 = "7790ae8"
+BIASES_IN_GEMMS = "44b33a5"  # from this commit on model_te_fast.py adds biases before it rounds
+BEFORE_BIASES_IN_GEMMS = ("9291634",)  # earlier commits that trained whole runs
 # scripts, options and arms of stored commands that are gone; VERSION_0_1 has them
 GONE = ("bench/convergence.py", "--png", "--profile", "te_block", "hf-llama", "fsdp-keep", "ddp-all_reduce")
 SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
@@ -473,9 +475,21 @@ def read_whole_runs():
     return list(filter(paired.is_whole_run, runs))
 
 
+def whole_run_groups(runs):
+    """Return the groups of whole runs, over corpora. Those of one arm and length are two if it was trained
+    before and after a change of rounding; the field `rounding` says which: see "The first update"."""
+    groups = []
+    for rounding, is_in in {"before": True, "since": False}.items():
+        of_this = [run for run in runs
+                   if ((run.get("commit") or "")[:7] in BEFORE_BIASES_IN_GEMMS) == is_in]
+        for group in paired.groups_over_corpora(of_this):
+            groups.append(group._replace(fields=group.fields | {"rounding": f"{rounding} {BIASES_IN_GEMMS}"}))
+    return groups
+
+
 def whole_runs():
     runs = read_whole_runs()
-    groups = paired.groups_over_corpora(runs)
+    groups = whole_run_groups(runs)
     rows = add_percents(add_seeds(paired.rows_of(groups)))
     for row, group in zip(rows, groups):
         row["commits"] = commits_of(group.pairs)
@@ -500,9 +514,11 @@ def whole_runs():
         training loss between two lengths over the log of their ratio. `more tokens` is what makes up for the
         difference, exp(difference / slope) times as many, and `to equal loss` counts them; its interval is
         that of the difference alone. Below the least slope they take longer than the arm's speed saves. The
-        runs of a pair did not take turns.""",
+        runs of a pair did not take turns. Commit {BIASES_IN_GEMMS} changed a rounding of `model_te_fast.py`
+        ([the first update](#the-first-update)).""",
         ["paired"],
-        {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "seeds": "{described_seeds}",
+        {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "trained": "{rounding}",
+         "seeds": "{described_seeds}",
          "commits": "{commits}", "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
@@ -533,14 +549,15 @@ def is_of_whole_runs(command):
 
 
 def difference_over_run():
-    groups = [group for group in paired.groups_over_corpora(read_whole_runs()) if group.pairs]
+    groups = [group for group in whole_run_groups(read_whole_runs()) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
     percent = 100 // paired.PARTS
     rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(paired.PARTS)]
     columns = {"steps": "{part}"}
     for group in groups:
         fields = group.fields
-        title = f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {len(group.pairs)} seeds"
+        title = (f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {fields['rounding']}, "
+                 f"{len(group.pairs)} seeds")
         columns[title] = "{" + title + "}"
         for row, (mean, interval) in zip(rows, paired.differences_over_run(group.pairs)):
             row[title] = with_interval(mean, interval)

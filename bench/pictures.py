@@ -22,7 +22,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench import paired
+from bench import measured, paired
 from nanote import health
 from nanote.command import run_command
 
@@ -94,14 +94,15 @@ def draw_stack(rows, path):
     figure.savefig(path)
 
 
-def draw_gap(axes, pairs, color):
-    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval.
+def draw_gap(axes, pairs, rounding, color):
+    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval. rounding: "since
+    44b33a5", see measured.whole_run_groups.
 
     The interval of two seeds would hide all else: a thin line for each in place of it and of the mean.
     """
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
-    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens"
+    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {rounding}"
     x = 100 * (np.arange(paired.PARTS) + 0.5) / paired.PARTS
     if len(pairs) < 3:
         for number, pair in enumerate(pairs):
@@ -118,26 +119,29 @@ def draw_gap(axes, pairs, color):
 def draw_loss_gap(result, path, arm="fp8"):
     """Draw the training loss of an arm minus that of BF16 over the run, a line per size and length of whole
     runs in bench/paired.py's JSON."""
-    title = "From the same first weights, training in FP8 ends with a higher loss"
+    title = "From the same first weights: what FP8 adds to the training loss"
     figure, axes = make_figure(12.5, 6.6, title)
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
-    for fields, pairs, _ in paired.groups_over_corpora(result["runs"]):
-        is_drawn = (
-            fields["arm"] == arm and paired.is_whole_run(fields) and not paired.is_fine_tuning(fields))
-        if is_drawn and pairs:
-            draw_gap(axes, pairs, next(colors))
+    whole_runs = [
+        run for run in result["runs"] if paired.is_whole_run(run) and not paired.is_fine_tuning(run)]
+    for fields, pairs, _ in measured.whole_run_groups(whole_runs):
+        if fields["arm"] == arm and pairs:
+            draw_gap(axes, pairs, fields["rounding"], next(colors))
             machines |= {run["machine"] for run, _ in pairs}
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the run")
     axes.set_ylabel("FP8 minus BF16, nats a token")
     axes.grid(alpha=0.4)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.3 * (top - bottom))  # for the legend
     axes.legend(loc="upper left")
     gpus = sorted({machine.partition(",")[0] for machine in machines})
     write_below(figure, f"""\
 both runs of a pair on the same batches; means over a {paired.PARTS}th of the steps; shaded: 95 % interval
-GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}""")
+GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}
+commit {measured.BIASES_IN_GEMMS} changed a rounding of model_te_fast.py""")
     figure.savefig(path)
 
 

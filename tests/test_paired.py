@@ -456,10 +456,22 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(monkeypatch):
 def test_measured_md_has_the_difference_over_a_run(monkeypatch):
     set_results(monkeypatch, whole_runs_of_two_lengths())
     titles, _, *rows = tables_of(measured.difference_over_run())
-    assert titles == ["steps", "`fp8`, 124m, 40,000 tokens, 2 seeds", "`fp8`, 124m, 80,000 tokens, 2 seeds"]
+    assert titles == ["steps", *(f"`fp8`, 124m, {tokens} tokens, since 44b33a5, 2 seeds"
+                                 for tokens in ("40,000", "80,000"))]
     assert [row[0] for row in rows] == [f"{5 * part} % to {5 * part + 5} %" for part in range(20)]
     for row in rows:
         assert row[1] == row[2] == "+0.0150 (-0.0485 to +0.0785)"
+
+
+def test_runs_before_a_change_of_rounding_have_rows_of_their_own(monkeypatch):
+    before = [run | {"commit": "9291634c"} for run in whole_runs_of_two_lengths()]
+    since = [run | {"commit": "08af75d0", "seed": run["seed"] + 2} for run in before]
+    set_results(monkeypatch, before + since)
+    titles, _, *rows = tables_of(measured.whole_runs())
+    rows = [dict(zip(titles, row)) for row in rows]
+    assert [(row["tokens"], row["trained"], row["seeds"]) for row in rows] == [
+        (tokens, trained, "2") for tokens in ("40,000", "80,000")
+        for trained in ("before 44b33a5", "since 44b33a5")]
 
 
 def test_windows_of_measured_md_are_no_whole_runs(monkeypatch):
