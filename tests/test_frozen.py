@@ -275,6 +275,8 @@ def assert_loads_as_whole(model, whole):
     assert_same_bytes(gathered_bytes(model), frozen_bytes(whole))
     for name, weight in frozen_weights(whole).items():
         assert torch.equal(model.get_parameter(name).scale, weight.scale), name
+    with pytest.raises(ValueError, match="has FP8 values without their scale"):
+        model.load_state_dict(model.state_dict(keep_vars=True))
 
 
 def run_on_ranks(program, argv, count=2, machines=1):
