@@ -92,12 +92,14 @@ def test_the_standard_library_is_enough(hopper):
 
 # ---------------------------------------------------------------- what does not work
 
-def test_hopper_without_transformer_engine_fails(hopper):
+def test_hopper_without_transformer_engine_has_fast_kernels(hopper):
+    """This machine's PyTorch is not complete, so that the check of FP8 itself fails."""
     code, shown = run(machine=hopper)
     assert code == 1 and "ok    NVIDIA driver 580.95; 1 x NVIDIA H200" in shown
     assert "ok    NVIDIA H200, compute capability 9.0, 128 of 128 GiB free" in shown
     assert "warn  FlashAttention 4: not installed" in shown and "'flash-attn-4[cu13]==" in shown
-    assert "fail  Transformer Engine is not installed" in shown and "begin with the first fix" in shown
+    assert "info  Transformer Engine is not installed: FP8 runs on fast_kernels" in shown
+    assert "begin with the first fix" in shown
 
 
 @pytest.mark.parametrize("body, words", [
