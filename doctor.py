@@ -200,8 +200,8 @@ def check_te(cuda, capability):
     cores = [name[-2:] for name in packages if "-cu" in name]  # 12 or 13, the CUDA of the core library
     if not packages and not importlib.util.find_spec("transformer_engine"):
         if capability == (9, 0):
-            yield ("info", "Transformer Engine is not installed: FP8 runs on fast_kernels, which have delayed "
-                   "scaling alone", INSTALL)
+            line = "Transformer Engine is not installed: FP8 runs on fast_kernels, with delayed scaling alone"
+            yield "info", line, INSTALL
             return
         status = "fail" if capability >= (8, 9) else "info"
         yield status, "Transformer Engine is not installed: FP8 would be emulated, slowly", INSTALL

@@ -153,9 +153,9 @@ model files.
 def page(options) -> str:
     """Return the text of guide/pairs.md. `options`: those that are trained in pairs."""
     names = [option if option in ("layout", "data") else f"`{config.flag(option)}`" for option in options]
-    trained = ("`python bench/pairs.py` trains every two of these options on `te_reference`, with `--part gpu` "
-               "and `--part gpus` on TE and `fast_kernels`, but for `mxfp8` and `nvfp4` on TE, which need a "
-               f"Blackwell GPU, and tries each pair that is refused: {', '.join(names)}.")
+    trained = ("`python bench/pairs.py` trains every two of these options on `te_reference`, with `--part "
+               "gpu` and `--part gpus` on TE and `fast_kernels`, but for `mxfp8` and `nvfp4` on TE, which "
+               f"need a Blackwell GPU, and tries each pair that is refused: {', '.join(names)}.")
     trained = textwrap.fill(trained, 110, break_on_hyphens=False)
     return PAGE.format(trained=trained, refused=refused_table(), lacked=lacked_table())
 
