@@ -2,17 +2,20 @@
 
     torchrun --nproc-per-node 2 bench/multi_gpu.py --json results/multi_gpu.json
 
-`efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
-the same micro-batch; both steps take turns. It is the median over pairs of steps, in which the slowest GPU
-counts, and `efficiency_interval` its 95 % interval. Times and tokens/s are medians of steps. Layouts:
+`efficiency` is tokens/s per GPU of all GPUs together, over the mean tokens/s of a GPU that trains alone at
+the same micro-batch. Alone the model is not sharded, for fsdp neither. The two steps take turns: five blocks
+of steps of each. A step of a block makes a pair with the same step of the other's block; together the slowest
+GPU counts. `efficiency` is the median over the pairs, which may differ by 1 % from the ratio of the median
+times, and `efficiency_interval` its 95 % interval. Times and tokens/s are medians of steps. Layouts:
 
 - ddp      gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
 - fsdp     FSDP2
 - nanogpt  nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the compiled
            model. Pass --nanogpt with a checkout, of which model.py alone is read
 
-Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
-gradient norm that this GPU has alone. --no-compare trains on all GPUs only: for a model that is too large for
+Before anything is timed, the step on all GPUs must have the loss and gradient norm that this GPU has alone.
+All GPUs have the same tokens: the check finds a wrong divisor, not a wrong order of what is reduced, which
+tests/test_multi_gpu.py does. --no-compare trains on all GPUs only: for a model that is too large for
 one of them. Its rows have no efficiency. Field `fa4` of a row says whether attention ran in FlashAttention 4:
 where it is installed; nanoGPT has PyTorch's kernel.
 """
@@ -109,7 +112,7 @@ def peak_gib(training, device, occupied) -> float | None:
 
 
 def warm(training, batches, device) -> list[float]:
-    """Run steps that change nothing; return their loss and gradient norm."""
+    """Run steps with a learning rate of 0; return the loss and gradient norm of the first."""
     loss, norm = training(batches, 0.0)
     numbers = [loss.item(), norm.item()]
     for _ in range(measure.WARMUP if device.type == "cuda" else 1):
@@ -139,7 +142,9 @@ def measure_row(layout, config, options, device) -> dict:
     row = {"ms_all": slowest_ms, "tokens_per_s_per_gpu": 1e3 * tokens / slowest_ms,
            "peak_gib": peak, "loss": loss, "grad_norm": norm,
            "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
-    return row | efficiency_of(times_of_ranks, tokens) if options.compare else row
+    if options.compare:
+        row |= efficiency_of(times_of_ranks, tokens)
+    return row
 
 
 def efficiency_of(times_of_ranks: list[dict], tokens: int) -> dict:

@@ -1,7 +1,8 @@
 """Weights that are frozen in FP8, for --parallel fsdp and hsdp: each rank keeps its rows of the FP8 values,
 and an all-gather moves these, one byte a value. Training never changes the bytes.
 
-FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a tensor in high precision. So
+A FrozenWeight (fast_kernels/frozen.py, te_reference.py) is a tensor subclass, whose values are in high
+precision for all operations but the GEMMs. So FSDP2's fully_shard cannot divide its bytes, and
 `nanote.parallel` calls
 
     replace_by_fp8     before fully_shard: a frozen weight becomes a parameter of its FP8 values
@@ -9,7 +10,7 @@ FSDP2's fully_shard cannot divide a FrozenWeight, which to its operations is a t
 
 - The scale is one number a weight, and every rank has it.
 - A gathered weight has no transpose. Each backward pass makes it in memory that is free again after its GEMM,
-  also where `freeze_in_fp8` was told to keep it: FSDP2 frees a block's weights after each of its passes.
+  also with `keeps_transpose=True` of `freeze_in_fp8`: FSDP2 frees a block's weights after each of its passes.
 - `parallel.local_part` of a sharded frozen weight is a FrozenWeight of this rank's rows.
 - A model's state_dict() has the values of the weights, and load_state_dict() quantizes values. Not so with
   PyTorch's broadcast_from_rank0=True, which copies values into the bytes.
@@ -43,16 +44,31 @@ def replace_by_fp8(module, kind: str) -> None:
                 owner.register_state_dict_post_hook(save_values)
                 owner.register_load_state_dict_pre_hook(load_values)
             owner.frozen_shards[name] = FrozenShard(weight)
-            # not as uint8: the FSDP2 of PyTorch 2.11 makes parameters that may require gradients
+            # not uint8: FSDP2 of PyTorch 2.11 makes a parameter before it sets requires_grad to False, and an
+            # integer tensor cannot require gradients
             owner.register_parameter(name, torch.nn.Parameter(weight.rowwise, requires_grad=False))
 
 
 def connect(module) -> None:
-    """Let FSDP2 gather FrozenWeights. Call it again after `.to()`, which replaces the tensors of parameters,
-    and so drops the attributes that are set here."""
+    """Let FSDP2 gather FrozenWeights. Call it again after `.to(device)`, which replaces the tensors of
+    parameters, and so drops the attributes that are set here. ValueError if a shard has been converted."""
+    has_shards = False
     for owner in module.modules():
         for name, shard in getattr(owner, "frozen_shards", {}).items():
             shard.connect(owner.get_parameter(name))
+            has_shards = True
+    if has_shards and check_shards not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(check_shards, prepend=True)  # before FSDP2's, which gathers
+
+
+def check_shards(module, inputs) -> None:
+    """Raise ValueError if a shard is to be trained, or is another tensor than `connect` has seen: .float()
+    and .to(dtype) convert FP8 values without their scale."""
+    for owner in module.modules():
+        for name, shard in getattr(owner, "frozen_shards", {}).items():
+            parameter = owner.get_parameter(name)
+            if isinstance(parameter, DTensor):  # not gathered
+                shard.check(parameter, is_connected=parameter._local_tensor is shard.data)
 
 
 class FrozenShard:
@@ -69,6 +85,7 @@ class FrozenShard:
 
     def connect(self, parameter: DTensor) -> None:
         """parameter: the sharded values, (out, in) E4M3."""
+        self.check(parameter)
         self.parameter = parameter
         self.data = parameter._local_tensor  # (rows of this rank, in) E4M3
         # FSDP2 calls the methods of this name that the local tensor of a parameter has
@@ -79,6 +96,13 @@ class FrozenShard:
         parameter.is_frozen_in_fp8 = True
         parameter.scale = part.scale  # for the FP8 state in state dicts
 
+    def check(self, parameter: DTensor, is_connected=True) -> None:
+        if parameter.dtype != FP8 or parameter.requires_grad or not is_connected:
+            raise ValueError(f"a weight {tuple(parameter.shape)} is frozen in FP8 and sharded, so it cannot "
+                             "be converted, replaced or trained; leave out .to(dtype) and "
+                             "requires_grad_(True), and call nanote.frozen_shards.connect(model) after "
+                             ".to(device)")
+
     def frozen_weight(self, data: torch.Tensor):
         """Return the FrozenWeight of some rows, (rows, in) E4M3, in the same memory."""
         tensors = self.scales | {"rowwise": data}
@@ -86,7 +110,8 @@ class FrozenShard:
 
     def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return what is gathered, and what `post_all_gather` gets beside it: nothing."""
-        # all ranks gather as many rows: FSDP2 has allocated them, also where a rank has fewer
+        # An all-gather needs shards of one size. FSDP2 pads the memory of a smaller shard to it, so that this
+        # view beyond the end of the local tensor is valid
         rows = math.ceil(self.rows / mesh.size())
         columns = self.data.shape[1]
         padded = self.data.as_strided((rows, columns), (columns, 1))

@@ -28,6 +28,7 @@ from nanote import checkpoint, parallel
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.engine import ENGINE, is_frozen_in_fp8
+from nanote.frozen_shards import connect
 from nanote.optimizers import make_optimizer
 from nanote.recipes import round_up
 from trainer_tools import (
@@ -229,6 +230,7 @@ def compare_on_ranks(name, kind):
         if kind != "ddp":
             assert_is_sharded(frozen, whole)
             assert_loads_as_whole(frozen, whole)
+            assert_stays_frozen(distribute(whole, kind, grad_accum=2))
     except BaseException:  # at an ordinary exit a rank would wait for the other
         traceback.print_exc()
         parallel.end_process(1)
@@ -277,6 +279,20 @@ def assert_loads_as_whole(model, whole):
         assert torch.equal(model.get_parameter(name).scale, weight.scale), name
     with pytest.raises(ValueError, match="has FP8 values without their scale"):
         model.load_state_dict(model.state_dict(keep_vars=True))
+
+
+def assert_stays_frozen(model):
+    """Shards that are to be trained, or whose values were converted without their scale, are an error."""
+    name = next(iter(frozen_weights(model)))
+    model.get_parameter(name).requires_grad_(True)
+    with pytest.raises(ValueError, match="frozen in FP8 and sharded, so it cannot be"):
+        model(*make_batch())
+    model.get_parameter(name).requires_grad_(False)
+    model(*make_batch())
+    model.float()
+    for use in (lambda: model(*make_batch()), lambda: connect(model)):
+        with pytest.raises(ValueError, match="frozen in FP8 and sharded, so it cannot be"):
+            use()
 
 
 def run_on_ranks(program, argv, count=2, machines=1):
