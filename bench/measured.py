@@ -34,7 +34,7 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 - Steps that are compared took turns unless a table says otherwise. Intervals in brackets are 95 % intervals.
 """
 VERSION_0_1 = "7790ae8"
-BIASES_IN_GEMMS = "44b33a5"  # from this commit on model_te_fast.py adds biases before it rounds
+BIASES_IN_GEMMS = "44b33a5"  # from this commit on model_te_fast.py adds a branch's bias before it rounds
 BEFORE_BIASES_IN_GEMMS = ("9291634",)  # earlier commits that trained whole runs
 # scripts, options and arms of stored commands that are gone; VERSION_0_1 has them
 GONE = ("bench/convergence.py", "--png", "--profile", "te_block", "hf-llama", "fsdp-keep", "ddp-all_reduce")
@@ -515,7 +515,8 @@ def whole_runs():
         difference, exp(difference / slope) times as many, and `to equal loss` counts them; its interval is
         that of the difference alone. Below the least slope they take longer than the arm's speed saves. The
         runs of a pair did not take turns. Commit {BIASES_IN_GEMMS} changed a rounding of `model_te_fast.py`
-        ([the first update](#the-first-update)).""",
+        ([the first update](#the-first-update)), e70d90d that of fc1's bias. Pairs before and since also have
+        other seeds and another draw of the corpus.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "trained": "{rounding}",
          "seeds": "{described_seeds}",
@@ -823,7 +824,7 @@ def several_gpus():
         "Several GPUs over one",
         """One machine, without NVLink multicast. `ddp-all_reduce` reduces by NCCL, `nanogpt` is nanoGPT
         under DDP. Version 0.2's fsdp on H200s reduced in float32. The GiB are the first GPU's. Llama-3 8B has
-        BF16 moments, and does not fit on one GPU beside its shards.""",
+        BF16 moments, and does not fit on one GPU a second time, beside its shards.""",
         list(versions),
         {"layout": "{parallel}", "version": "{version}", "GPUs": "{gpus} {gpu}",
          "tokens per micro-batch": "{shape}",

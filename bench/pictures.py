@@ -141,7 +141,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     write_below(figure, f"""\
 both runs of a pair on the same batches; means over a {paired.PARTS}th of the steps; shaded: 95 % interval
 GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}
-commit {measured.BIASES_IN_GEMMS} changed a rounding of model_te_fast.py""")
+commit {measured.BIASES_IN_GEMMS} changed a rounding; pairs before it have other seeds and another corpus""")
     figure.savefig(path)
 
 

@@ -142,6 +142,10 @@ def test_edits_of_loss_and_attention(model, build):
         cache = window.make_kv_cache(1, 16)
         parts = [window(ids[:1, start:end], kv_cache=cache) for start, end in ((0, 9), (9, 12), (12, 13))]
         torch.testing.assert_close(torch.cat(parts, 1), window(ids[:1])[:, :13], rtol=2e-2, atol=2e-2)
+    if model == "optimized":
+        for options in ({"attention": "te"}, {"attention": None, "use_pytorch_sdpa": False}):
+            with pytest.raises(ValueError, match="gives te's attention no window"):
+                build(model, "window", **PLAIN | options)
 
 
 def losses_and_peak(net, batch):
