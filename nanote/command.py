@@ -29,7 +29,8 @@ def require_at_least(least: int, options, *names: str) -> None:
 
 
 def run_command(main, prog: str) -> int:
-    """Call `main()`; return its result or 0; 2 and one line for ValueError and OSError, 130 after Ctrl-C."""
+    """Call `main()`; return its result or 0; 2 and one line for ValueError, OSError and a missing package,
+    130 after Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
@@ -64,6 +65,9 @@ def _call(main) -> tuple[int, str]:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
         return 2, error_line(error)
+    except ModuleNotFoundError as error:  # a package that this command alone needs, such as transformers
+        package = error.name.partition(".")[0]
+        return 2, f"needs the package {package}, which is not installed: pip install {package}"
     except KeyboardInterrupt as stop:
         return 130, str(stop) or "interrupted"
 

@@ -1,5 +1,6 @@
 """The commands as a user types them: mistakes, signals, closed streams, what a run records; and that nothing
 in damaged or hostile run folders and token files is run as code."""
+import importlib
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 import sample
 import train
 from nanote import checkpoint
+from nanote.command import run_command
 from nanote.tokens import write_tokens
 from trainer_tools import OPTIONS, ROOT, fork_ranks, make_tokens, metrics, run_script, run_train, sign, tree
 
@@ -151,6 +153,13 @@ def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
     assert run_interrupted(path, tmp_path) == (-signal.SIGINT, "", "")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits
     assert run_interrupted(path, tmp_path) == (9, "", "")
+
+
+def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    assert run_command(lambda: importlib.import_module("transformers.models"), "export_hf.py") == 2
+    assert capsys.readouterr().err == (
+        "export_hf.py: needs the package transformers, which is not installed: pip install transformers\n")
 
 
 def test_training_needs_no_streams_and_no_triton(world, tmp_path):
