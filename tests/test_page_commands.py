@@ -141,6 +141,7 @@ NOT_CHECKED = {  # the key says why
         "pip install 'flash-attn-4[cu13]==4.0.0b36' -c /tmp/torch.txt",
         'pip install "transformers>=5.0"',
         "pip install nvidia-cudnn-frontend",
+        "pip install triton",
         "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B",
         "pip install --no-build-isolation flash-attn",
         "MAX_JOBS=1 pip install --no-build-isolation flash-attn",
