@@ -157,7 +157,7 @@ def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
 
 def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    assert run_command(lambda: importlib.import_module("transformers.models"), "export_hf.py") == 2
+    assert run_command(lambda: importlib.import_module("transformers"), "export_hf.py") == 2
     assert capsys.readouterr().err == (
         "export_hf.py: needs the package transformers, which is not installed: pip install transformers\n")
 
