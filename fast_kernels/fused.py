@@ -129,8 +129,8 @@ def norm_linear(stream: Stream, module, tied_gradient=None, is_first_microbatch=
 
 
 def norm_fc1(stream: Stream, module, is_first_microbatch=None, adapter=None):
-    """Add the stream's branch to its residual; return the sum as a Stream, and norm(sum) @ fc1_weightᵀ + bias
-    of a LayerNormMLP as a Branch. adapter: see `norm_linear`."""
+    """Add the stream's branch to its residual; return the sum as a Stream, and as a Branch
+    norm(sum) @ fc1_weightᵀ + bias of a LayerNormMLP. adapter: see `norm_linear`."""
     _check_stream("norm_fc1", stream)
     return _norm_gemm(stream, module, is_first_microbatch, is_branch=True, adapter=adapter)
 
