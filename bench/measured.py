@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import paired
+from bench import gaps
 from bench.first_commits import measured_with
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -411,14 +411,14 @@ def later_commits():
 def read_pairs(fine_tuning=False):
     """Return (rows, runs) of paired.json: those from random weights, or those of fine-tuning."""
     content = read("paired")
-    return [[row for row in content[name] if paired.is_fine_tuning(row) == fine_tuning]
+    return [[row for row in content[name] if gaps.is_fine_tuning(row) == fine_tuning]
             for name in ("rows", "runs")]
 
 
 def add_seeds(rows):
     """Give rows of bench/paired.py the text of their column `seeds`, which counts diverged ones too."""
     for row in rows:
-        row["described_seeds"] = paired.describe_seeds(row)
+        row["described_seeds"] = gaps.describe_seeds(row)
     return rows
 
 
@@ -427,8 +427,8 @@ def savings_of(row, groups):
     have. groups: of bench/paired.py."""
     losses = {}
     for fields, pairs, _ in groups:
-        if all(fields.get(name) == row.get(name) for name in paired.PAIR_FIELDS):
-            losses |= {(fields["arm"], run["seed"], run["train_sha256"]): paired.training_loss(run)
+        if all(fields.get(name) == row.get(name) for name in gaps.PAIR_FIELDS):
+            losses |= {(fields["arm"], run["seed"], run["train_sha256"]): gaps.training_loss(run)
                        for run, _ in pairs}
     return [losses["fp8", seed, corpus] - loss for (arm, seed, corpus), loss in sorted(losses.items())
             if arm == row["arm"] and ("fp8", seed, corpus) in losses]
@@ -438,7 +438,7 @@ def with_interval(value, interval, number="{:+.4f}"):
     """Return "1.0 (0.9 to 1.1)"; "1.0" without an interval; "-" without a value."""
     if value is None:
         return "-"
-    described = paired.describe_interval(interval, number)
+    described = gaps.describe_interval(interval, number)
     return number.format(value) + (f" ({described})" if described else "")
 
 
@@ -472,7 +472,7 @@ def corpora_of(runs):
 def read_whole_runs():
     """Return the whole runs of paired.json, from random weights."""
     _, runs = read_pairs()
-    return list(filter(paired.is_whole_run, runs))
+    return list(filter(gaps.is_whole_run, runs))
 
 
 def whole_run_groups(runs):
@@ -482,7 +482,7 @@ def whole_run_groups(runs):
     for rounding, is_in in {"before": True, "since": False}.items():
         of_this = [run for run in runs
                    if ((run.get("commit") or "")[:7] in BEFORE_BIASES_IN_GEMMS) == is_in]
-        for group in paired.groups_over_corpora(of_this):
+        for group in gaps.groups_over_corpora(of_this):
             groups.append(group._replace(fields=group.fields | {"rounding": f"{rounding} {BIASES_IN_GEMMS}"}))
     return groups
 
@@ -490,12 +490,12 @@ def whole_run_groups(runs):
 def whole_runs():
     runs = read_whole_runs()
     groups = whole_run_groups(runs)
-    rows = add_percents(add_seeds(paired.rows_of(groups)))
+    rows = add_percents(add_seeds(gaps.rows_of(groups)))
     for row, group in zip(rows, groups):
         row["commits"] = commits_of(group.pairs)
         row["equal_loss"] = with_interval(
             row["speed_to_equal_loss"], row["speed_to_equal_loss_interval"], "{:.2f}")
-        row["described_slope"] = paired.describe_slope(row)
+        row["described_slope"] = gaps.describe_slope(row)
         row["more_tokens"] = "-"
         if row["speed_to_equal_loss"]:
             row["more_tokens"] = f"{100 * (row['speed'] / row['speed_to_equal_loss'] - 1):.1f}"
@@ -503,7 +503,7 @@ def whole_runs():
         if row["seeds"] and row["speed"] and row["speed"] > 1:
             row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
         savings = [] if row["arm"] == "fp8" else savings_of(row, groups)
-        row["saving"] = with_interval(paired.mean_of(savings), paired.interval_of(savings))
+        row["saving"] = with_interval(gaps.mean_of(savings), gaps.interval_of(savings))
     return section(
         "FP8 in whole runs",
         f"""GPT-2 from random weights, on {cards_of(runs)}, in nats, with 95 % intervals over the pairs. Both
@@ -540,7 +540,7 @@ def commits_of(pairs):
     differences = {}
     for run, baseline in pairs:
         origin = f"{(run.get('commit') or 'unknown')[:7]} ({run['train_sha256'][:8]})"
-        difference = paired.training_loss(run) - paired.training_loss(baseline)
+        difference = gaps.training_loss(run) - gaps.training_loss(baseline)
         differences.setdefault(origin, []).append(f"{difference:+.3f}")
     return "; ".join(f"{origin}: {', '.join(values)}" for origin, values in differences.items())
 
@@ -552,15 +552,15 @@ def is_of_whole_runs(command):
 def difference_over_run():
     groups = [group for group in whole_run_groups(read_whole_runs()) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
-    percent = 100 // paired.PARTS
-    rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(paired.PARTS)]
+    percent = 100 // gaps.PARTS
+    rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(gaps.PARTS)]
     columns = {"steps": "{part}"}
     for group in groups:
         fields = group.fields
         title = (f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {fields['rounding']}, "
                  f"{len(group.pairs)} seeds")
         columns[title] = "{" + title + "}"
-        for row, (mean, interval) in zip(rows, paired.differences_over_run(group.pairs)):
+        for row, (mean, interval) in zip(rows, gaps.differences_over_run(group.pairs)):
             row[title] = with_interval(mean, interval)
     return section(
         "The difference over a run",
@@ -602,13 +602,13 @@ def fine_tuning_speed():
 def fine_tuning():
     """Return the section, "" if there is no such run yet."""
     all_rows, all_runs = read_pairs(fine_tuning=True)
-    rows = list(filter(paired.is_whole_run, all_rows))
-    runs = list(filter(paired.is_whole_run, all_runs))
+    rows = list(filter(gaps.is_whole_run, all_rows))
+    runs = list(filter(gaps.is_whole_run, all_runs))
     if not rows:
         return ""
     for row in add_percents(add_seeds(rows)):
         row["base"] = row["base_sha256"][:8]
-        row["trained"] = paired.describe_trained(row)
+        row["trained"] = gaps.describe_trained(row)
         for name in ("training", "validation"):
             row[f"described_{name}"] = with_interval(row[name], row[f"{name}_interval"])
     return section(
@@ -710,8 +710,8 @@ def describe_differences(rows, part):
 
 def windows():
     all_rows, all_runs = read_pairs()
-    rows = [row for row in find(add_seeds(all_rows), arm="fp8") if not paired.is_whole_run(row)]
-    runs = [run for run in all_runs if not paired.is_whole_run(run)]
+    rows = [row for row in find(add_seeds(all_rows), arm="fp8") if not gaps.is_whole_run(row)]
+    runs = [run for run in all_runs if not gaps.is_whole_run(run)]
     machines = {run["machine"] for run in runs}
     for row in rows:
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
@@ -744,8 +744,8 @@ def parts_of_fp8(title, window, **of_runs):
     runs = find(all_runs, size="124m", **of_runs)
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
-    groups = paired.groups_of(runs)
-    rows = add_seeds(paired.summarize(runs))
+    groups = gaps.groups_of(runs)
+    rows = add_seeds(gaps.summarize(runs))
     for row in rows:
         row["saved"] = ", ".join(f"{saving:+.4f}" for saving in savings_of(row, groups))
     return section(

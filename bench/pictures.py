@@ -22,7 +22,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench import measured, paired
+from bench import gaps, measured
 from nanote import health
 from nanote.command import run_command
 
@@ -103,13 +103,13 @@ def draw_gap(axes, pairs, rounding, color):
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
     label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {rounding}"
-    x = 100 * (np.arange(paired.PARTS) + 0.5) / paired.PARTS
+    x = 100 * (np.arange(gaps.PARTS) + 0.5) / gaps.PARTS
     if len(pairs) < 3:
         for number, pair in enumerate(pairs):
-            axes.plot(x, paired.differences_of_seed(pair), color=color, lw=1.5, ls="--",
+            axes.plot(x, gaps.differences_of_seed(pair), color=color, lw=1.5, ls="--",
                       label=f"{label}, single pairs" if number == 0 else None)
         return
-    means, intervals = zip(*paired.differences_over_run(pairs))
+    means, intervals = zip(*gaps.differences_over_run(pairs))
     low, high = zip(*intervals)
     axes.plot(x, means, color=color, lw=3, label=f"{label}, mean of {len(pairs)} pairs")
     axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
@@ -125,7 +125,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
     whole_runs = [
-        run for run in result["runs"] if paired.is_whole_run(run) and not paired.is_fine_tuning(run)]
+        run for run in result["runs"] if gaps.is_whole_run(run) and not gaps.is_fine_tuning(run)]
     for fields, pairs, _ in measured.whole_run_groups(whole_runs):
         if fields["arm"] == arm and pairs:
             draw_gap(axes, pairs, fields["rounding"], next(colors))
@@ -139,7 +139,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     axes.legend(loc="upper left")
     gpus = sorted({machine.partition(",")[0] for machine in machines})
     write_below(figure, f"""\
-both runs of a pair on the same batches; means over a {paired.PARTS}th of the steps; shaded: 95 % interval
+both runs of a pair on the same batches; means over a {gaps.PARTS}th of the steps; shaded: 95 % interval
 GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}
 commit {measured.BIASES_IN_GEMMS} changed a rounding; pairs before it have other seeds and another corpus""")
     figure.savefig(path)

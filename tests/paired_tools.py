@@ -1,5 +1,5 @@
 """Shared by the tests of bench/paired.py: records of runs, and bench/measured.py's tables of them."""
-from bench import measured, paired
+from bench import gaps, measured
 
 
 def run_of(arm, seed, loss, ms=100.0, steps=10, **fields):
@@ -12,7 +12,7 @@ def run_of(arm, seed, loss, ms=100.0, steps=10, **fields):
 
 def set_results(monkeypatch, runs):
     """Give bench/measured.py these runs as results/paired.json."""
-    content = {"commands": [], "rows": paired.summarize(runs), "runs": runs}
+    content = {"commands": [], "rows": gaps.summarize(runs), "runs": runs}
     monkeypatch.setattr(measured, "read", lambda name: content if name == "paired" else {})
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from bench import measured, paired
+from bench import gaps, measured, paired
 from paired_tools import run_of, set_results, tables_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
@@ -168,7 +168,7 @@ def test_one_command_trains_runs_of_several_lengths(study):
 
 
 def test_differences_are_paired_by_seed_and_have_an_interval():
-    row, = paired.summarize([
+    row, = gaps.summarize([
         run_of("bf16", 1, 2.0), run_of("bf16", 2, 3.0), run_of("bf16", 3, 7.0),
         run_of("fp8", 1, 2.01, ms=50.0), run_of("fp8", 2, 3.03, ms=50.0)])
     assert row["seeds"] == 2
@@ -181,7 +181,7 @@ def test_differences_are_paired_by_seed_and_have_an_interval():
 
 
 def reasons_of(runs) -> list[str]:
-    return [line.partition("left out, ")[2] for line in paired.lines_about_left_out(runs)]
+    return [line.partition("left out, ")[2] for line in gaps.lines_about_left_out(runs)]
 
 
 def test_runs_from_other_weights_are_no_pair():
@@ -189,11 +189,11 @@ def test_runs_from_other_weights_are_no_pair():
     runs = [
         run_of("bf16", 1, 2.0) | {"shared_weights": "a"}, run_of("fp8", 1, 2.1) | {"shared_weights": "a"},
         run_of("bf16", 2, 3.0) | {"shared_weights": "b"}, run_of("fp8", 1, 2.5) | {"shared_weights": "b"}]
-    row, = paired.summarize(runs)
+    row, = gaps.summarize(runs)
     assert row["seeds"] == 1 and row["training"] == pytest.approx(0.1)
     assert reasons_of(runs) == ["there is no BF16 run from the same weights"]
     window = {"start": 0.5}  # an older record has no checksum: the losses before its start tell
-    assert paired.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
+    assert gaps.summarize([run_of("bf16", 1, 2.0) | window, run_of("fp8", 1, 2.1) | window]) == []
 
 
 def test_pairs_of_several_corpora_are_of_one_row_each_with_its_own_bf16():
@@ -203,8 +203,8 @@ def test_pairs_of_several_corpora_are_of_one_row_each_with_its_own_bf16():
             run_of("bf16", 1, 3.0, **b), run_of("fp8", 1, 3.1, **b),
             run_of("bf16", 2, 2.0, **a), run_of("fp8", 2, 2.2, **a),
             run_of("bf16", 2, 5.0, **b)]  # without a pair
-    assert len(paired.summarize(runs)) == 2
-    row, = paired.rows_of(paired.groups_over_corpora(runs))
+    assert len(gaps.summarize(runs)) == 2
+    row, = gaps.rows_of(gaps.groups_over_corpora(runs))
     assert row["seeds"] == 3
     assert row["training"] == pytest.approx((0.1 + 0.1 + 0.2) / 3)
 
@@ -216,21 +216,21 @@ def test_an_arm_that_diverges_on_every_seed_has_a_row():
     runs += [
         run_of("fp8", 1, 2.1, steps=100) | {"losses": 99 * [2.1] + [nan]},
         run_of("fp8", 2, 2.1, steps=100) | {"val_loss": nan}]
-    row, = paired.summarize(runs)
+    row, = gaps.summarize(runs)
     assert row["seeds"] == 0 and row["diverged_seeds"] == [1, 2]
     for field in ("training", "training_interval", "validation", "speed"):
         assert row[field] is None
-    assert "0 of 2, 2 diverged" in paired.main_table([row])
+    assert "0 of 2, 2 diverged" in gaps.main_table([row])
     assert reasons_of(runs) == 2 * ["the loss of fp8 is not finite at its end"]
     recovered = run_of("fp8", 3, 2.1, steps=100) | {"losses": 80 * [2.1] + [nan] + 19 * [2.1]}
-    row, = paired.summarize([*runs, recovered])
+    row, = gaps.summarize([*runs, recovered])
     assert row["seeds"] == 1 and row["diverged_seeds"] == [1, 2]
-    assert "1 of 3, 2 diverged" in paired.main_table([row])
+    assert "1 of 3, 2 diverged" in gaps.main_table([row])
 
 
 def test_skipped_steps_of_an_arm_are_added_up():
     """Those of a diverged run, too; not BF16's."""
-    row, = paired.summarize([
+    row, = gaps.summarize([
         run_of("bf16", 1, 2.0) | {"skipped_steps": 100}, run_of("fp8", 1, 2.1) | {"skipped_steps": 2},
         run_of("bf16", 2, 2.0), run_of("fp8", 2, float("nan")) | {"skipped_steps": 5}])
     assert row["skipped_steps"] == 7
@@ -242,7 +242,7 @@ def test_a_pair_whose_bf16_diverged_is_left_out():
     runs = [
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 2, nan), run_of("fp8", 2, nan),
         run_of("bf16", 3, nan), run_of("fp8", 3, 2.1)]
-    row, = paired.summarize(runs)
+    row, = gaps.summarize(runs)
     assert row["seeds"] == 1 and row["diverged_seeds"] == []
     assert reasons_of(runs) == 2 * ["the loss of BF16 is not finite at its end"]
 
@@ -252,9 +252,9 @@ def test_a_seed_counts_once_by_its_last_run():
     a = [run_of("bf16", 1, 2.0) | {"shared_weights": "a"}, run_of("fp8", 1, 2.1) | {"shared_weights": "a"}]
     b = [run_of("bf16", 1, 3.0) | {"shared_weights": "b"},
          run_of("fp8", 1, float("nan")) | {"shared_weights": "b"}]
-    row, = paired.summarize(a + b)
+    row, = gaps.summarize(a + b)
     assert (row["seeds"], row["diverged_seeds"]) == (0, [1])
-    row, = paired.summarize(b + a)
+    row, = gaps.summarize(b + a)
     assert (row["seeds"], row["diverged_seeds"]) == (1, [])
 
 
@@ -268,18 +268,18 @@ def test_runs_of_two_origins_are_no_pair(name, start):
     runs = [
         run_of("bf16", 1, 2.0) | of_first, run_of("fp8", 1, 2.1) | of_first | losses,
         run_of("fp8-e4m3", 1, 2.1) | of_second | losses]
-    row, = paired.summarize(runs)
+    row, = gaps.summarize(runs)
     assert row["arm"] == "fp8"
     assert reasons_of(runs) == [f"its {name} is second, that of BF16 is first"]
     runs.append(run_of("bf16", 1, 1.9) | of_second | {"losses": [2.0] * 5 + [1.9] * 5})
-    rows = paired.summarize(runs)
+    rows = gaps.summarize(runs)
     assert [row["arm"] for row in rows] == ["fp8", "fp8-e4m3"] and reasons_of(runs) == []
     assert [row["training"] for row in rows] == pytest.approx([0.0, 0.1])
 
 
 def test_a_written_json_does_not_change_the_commit():
     """The JSON is a tracked file: git calls the checkout changed when the same command continues."""
-    row, = paired.summarize([
+    row, = gaps.summarize([
         run_of("bf16", 1, 2.0) | {"commit": "first"}, run_of("fp8", 1, 2.1) | {"commit": "first-dirty"}])
     assert row["seeds"] == 1
 
@@ -287,7 +287,7 @@ def test_a_written_json_does_not_change_the_commit():
 def test_an_arm_of_another_model_is_a_pair():
     for arm in ("fp8-current", "fp8-block", "nanogpt"):
         bf16 = run_of("bf16", 1, 2.0) | {"model": "FastGPT2Model"}
-        row, = paired.summarize([bf16, run_of(arm, 1, 2.1) | {"model": "another"}])
+        row, = gaps.summarize([bf16, run_of(arm, 1, 2.1) | {"model": "another"}])
         assert row["arm"] == arm
 
 
@@ -304,7 +304,7 @@ def test_a_run_of_a_new_commit_replaces_no_run_of_another(monkeypatch, tmp_path)
 
 
 def test_speed_is_of_real_kernels():
-    rows = paired.summarize([
+    rows = gaps.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8-weights", 1, 2.1), run_of("fp8-e4m3", 1, 2.1, ms=50.0)])
     assert [row["speed"] for row in rows] == [None, 2.0]
 
@@ -317,11 +317,11 @@ def test_the_difference_over_a_run_is_a_mean_over_seeds():
         differences = [0.0, 0.2] + [factor * difference for difference in rest]
         runs += [run_of("bf16", seed, 2.0, steps=40), run_of("fp8", seed, 2.0, steps=40) | {
             "losses": [2.0 + difference for difference in differences]}]
-    [group] = paired.groups_of(runs)
-    first, *others = paired.differences_over_run(group.pairs)
+    [group] = gaps.groups_of(runs)
+    first, *others = gaps.differences_over_run(group.pairs)
     assert first[0] == pytest.approx(0.1) and first[1] == pytest.approx([0.1, 0.1])
     half = 12.706 * 0.2  # t of one degree of freedom, times the standard error
-    assert len(others) == paired.PARTS - 1
+    assert len(others) == gaps.PARTS - 1
     for mean, interval in others:
         assert mean == pytest.approx(0.4) and interval == pytest.approx([0.4 - half, 0.4 + half])
 
@@ -331,8 +331,8 @@ def test_a_skipped_step_has_no_difference():
     runs = [run_of("bf16", seed, 2.0, steps=40) for seed in (1, 2)]
     runs += [run_of("fp8", seed, 2.1, steps=40) for seed in (1, 2)]
     runs[-1]["losses"][4] = math.inf
-    [group] = paired.groups_of(runs)
-    intervals = [interval for _, interval in paired.differences_over_run(group.pairs)]
+    [group] = gaps.groups_of(runs)
+    intervals = [interval for _, interval in gaps.differences_over_run(group.pairs)]
     assert intervals[2] is None and None not in intervals[:2] + intervals[3:]
 
 
@@ -340,20 +340,20 @@ def test_a_short_window_is_compared_over_its_own_steps():
     """Of 100 steps, the arm trains the last 2."""
     window = {"start": 0.98, "losses": 98 * [9.0] + 2 * [2.0]}
     arm = {"losses": 98 * [9.0] + 2 * [2.5]}
-    row, = paired.summarize([
+    row, = gaps.summarize([
         run_of("bf16", 1, 2.0, steps=100) | window, run_of("fp8", 1, 2.5, steps=100) | window | arm])
     assert row["training"] == pytest.approx(0.5)
 
 
 def cell_of(row, title) -> str:
     """Return the last cell with this title in the table of a row."""
-    titles, _, cells = paired.main_table([row]).splitlines()
+    titles, _, cells = gaps.main_table([row]).splitlines()
     return dict(zip(titles.split(" | "), cells.split(" | ")))[title]
 
 
 def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
     """BF16 falls by 0.4 over twice the tokens, and FP8 is 0.1 behind: it needs 2^(1/4) times as many."""
-    rows = paired.summarize([
+    rows = gaps.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1, ms=50.0),
         run_of("bf16", 1, 1.6, steps=20), run_of("fp8", 1, 1.7, ms=50.0, steps=20)])
     assert rows[0]["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.25)
@@ -362,14 +362,14 @@ def test_speed_at_equal_loss_counts_the_tokens_that_are_missing():
         assert row["slope"] == pytest.approx(0.4 / math.log(2))
         assert row["slope_tokens"] == other_tokens and row["slope_seeds"] == [1]
     for other in ({"train_sha256": "of another corpus"}, {"lr": 2e-3}):
-        for row in paired.summarize([
+        for row in gaps.summarize([
                 run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 1.6, steps=20) | other,
                 run_of("fp8", 1, 1.7, steps=20) | other]):
             assert row["slope"] is None
-    row, = paired.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
+    row, = gaps.summarize([run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1)])
     for field in ("speed_to_equal_loss", "slope", "slope_tokens", "slope_seeds"):
         assert row[field] is None
-    rises = paired.summarize([
+    rises = gaps.summarize([
         run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.1), run_of("bf16", 1, 2.2, steps=20),
         run_of("fp8", 1, 2.3, steps=20)])
     assert [row["speed_to_equal_loss"] for row in rises] == [None, None]
@@ -381,7 +381,7 @@ def test_speed_at_equal_loss_has_the_interval_of_the_gap():
     for seed, gap in ((1, 0.09), (2, 0.11)):
         runs += [run_of("bf16", seed, 2.0), run_of("fp8", seed, 2.0 + gap, ms=50.0),
                  run_of("bf16", seed, 1.5, steps=20), run_of("fp8", seed, 1.6, ms=50.0, steps=20)]
-    row = paired.summarize(runs)[0]
+    row = gaps.summarize(runs)[0]
     half = 4.303 * 0.01 / 3**0.5
     assert row["speed_to_equal_loss"] == pytest.approx(2.0 / 2**0.2)
     assert row["speed_to_equal_loss_interval"] == pytest.approx(
@@ -390,18 +390,18 @@ def test_speed_at_equal_loss_has_the_interval_of_the_gap():
     assert slope == "0.721, with 20,000 tokens, seeds 1, 2 |"
 
 
-@pytest.mark.parametrize("gaps, interval, cell", [
+@pytest.mark.parametrize("gaps_of_seeds, interval, cell", [
     ((0.02, 0.03), [True, True], "1.630 to 2.186"),  # -0.0385 to 0.0885
     ((0.04, 0.06), [False, True], "(not bounded) to 2.390"),  # -0.077 to 0.177
     ((0.0, 0.04), [False, False], "not bounded"),  # -0.234 to 0.274
 ])
-def test_an_end_beyond_half_of_the_fall_is_not_bounded(gaps, interval, cell):
+def test_an_end_beyond_half_of_the_fall_is_not_bounded(gaps_of_seeds, interval, cell):
     """BF16 falls by 0.3 over twice the tokens, so that a gap may be 0.15."""
     runs = []
-    for seed, gap in enumerate(gaps):
+    for seed, gap in enumerate(gaps_of_seeds):
         runs += [run_of("bf16", seed, 2.0), run_of("fp8", seed, 2.0 + gap, ms=50.0),
                  run_of("bf16", seed, 1.7, steps=20), run_of("fp8", seed, 1.7 + gap, ms=50.0, steps=20)]
-    row = paired.summarize(runs)[0]
+    row = gaps.summarize(runs)[0]
     assert row["speed_to_equal_loss"] is not None
     assert [end is not None for end in row["speed_to_equal_loss_interval"]] == interval
     assert cell_of(row, "95 % interval") == cell
@@ -410,7 +410,7 @@ def test_an_end_beyond_half_of_the_fall_is_not_bounded(gaps, interval, cell):
 def test_speed_at_equal_loss_extrapolates_over_half_of_the_fall():
     """BF16 falls by 0.3 over twice the tokens."""
     for gap, is_known in ((0.14, True), (0.16, False)):
-        row = paired.summarize([
+        row = gaps.summarize([
             run_of("bf16", 1, 2.0), run_of("fp8", 1, 2.0 + gap), run_of("bf16", 1, 1.7, steps=20),
             run_of("fp8", 1, 1.8, steps=20)])[0]
         assert (row["speed_to_equal_loss"] is not None) == is_known

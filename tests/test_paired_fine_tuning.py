@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paired_tools
-from bench import measured, paired
+from bench import gaps, measured, paired
 from nanote import checkpoint
 from nanote.tokens import meta_checksum
 from paired_tools import set_results, tables_of
@@ -112,18 +112,18 @@ OTHERS = [{}, {"base_sha256": "b" * 64}, LORA, FULL | {"lora_rank": 32}]
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_bases_and_ranks_are_no_pair(other):
-    assert paired.summarize([run_of("bf16", 1, 2.0, **FULL), run_of("fp8", 1, 2.1, **other)]) == []
+    assert gaps.summarize([run_of("bf16", 1, 2.0, **FULL), run_of("fp8", 1, 2.1, **other)]) == []
 
 
 def test_each_base_and_rank_has_its_own_row():
     runs = []
     for number, fields in enumerate([FULL, *OTHERS]):
         runs += [run_of("bf16", 1, 2.0, **fields), run_of("fp8", 1, 2.1 + number, **fields)]
-    rows = paired.summarize(runs)
+    rows = gaps.summarize(runs)
     assert [row["training"] for row in rows] == pytest.approx([0.1, 1.1, 2.1, 3.1, 4.1])
     assert [row["seeds"] for row in rows] == [1] * 5
     assert "base_sha256" not in rows[1] and "lora_rank" not in rows[0]
-    table = paired.main_table(rows).splitlines()[2:]
+    table = gaps.main_table(rows).splitlines()[2:]
     assert [line.split(" | ")[1] for line in table] == [
         "124m, aaaaaaaa, full", "124m", "124m, bbbbbbbb, full", "124m, aaaaaaaa, LoRA 16",
         "124m, aaaaaaaa, LoRA 32"]
@@ -135,16 +135,16 @@ def test_a_slope_is_that_of_the_same_base():
     for tokens, fall in ((20_000, 0.0), (40_000, 0.2)):
         runs += [run_of("bf16", 1, 2.0 - fall, tokens=tokens, **FULL),
                  run_of("fp8", 1, 2.01 - fall, tokens=tokens, **FULL)]
-    alone = paired.summarize(runs)
+    alone = gaps.summarize(runs)
     other = [run_of("bf16", 1, 1.0, tokens=30_000, **LORA), run_of("fp8", 1, 1.1, tokens=30_000, **LORA)]
-    assert paired.summarize(runs + other)[:2] == alone
+    assert gaps.summarize(runs + other)[:2] == alone
     assert [row["slope_tokens"] for row in alone] == [40_000, 20_000]
 
 
 def test_rows_from_random_weights_stay_as_they_are():
     """Byte for byte, those of results/paired.json."""
     rows, runs = measured.read_pairs()
-    assert json.dumps(paired.summarize(runs)) == json.dumps(rows)
+    assert json.dumps(gaps.summarize(runs)) == json.dumps(rows)
 
 
 def test_measured_md_has_fine_tuning(monkeypatch):
