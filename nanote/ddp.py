@@ -292,6 +292,8 @@ class ShardedGradients:
         if is_first_microbatch:
             parallel.reshard(self.model)
         self.model.set_requires_gradient_sync(is_last_microbatch)
+        # embeddings and lm_head stay gathered until then; blocks are gathered for each micro-batch
+        self.model.set_reshard_after_backward(is_last_microbatch, recurse=False)
         yield
         if is_last_microbatch:
             self._take_gradients()

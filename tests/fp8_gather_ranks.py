@@ -6,6 +6,7 @@ import sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fast_kernels import interpreter
 from nanote import checkpoint, ddp, fp8_gather, optimizers, parallel, recipes
@@ -49,13 +50,14 @@ def choose_gather(in_fp8):
 
 
 def train(kind, options, gathers_in_fp8=True):
-    """Take a step of two micro-batches and one of one. Return the model, its optimizer, and the losses and
-    gradient norms."""
+    """Take a step of two micro-batches and one of one. Return the model, its optimizer, the losses and
+    gradient norms, and which weights are still gathered after each micro-batch."""
     choose_gather(gathers_in_fp8)
     model = ddp.distribute(make_model(kind, options), "fsdp", grad_accum=2)
     optimizer = optimizers.make_optimizer(model, TrainConfig(lr=0.01))
     gradients = ddp.make_gradients(model, grad_accum=2)
     found = []
+    gathered = []
     for microbatches in ([0, 1], [2]):
         for i in microbatches:
             first = i == microbatches[0]
@@ -63,10 +65,12 @@ def train(kind, options, gathers_in_fp8=True):
                 loss = model(inputs[i], labels[i], is_first_microbatch=first)
                 loss.backward()
             found.append(loss.item())
+            gathered.append([name for name, weight in model.named_parameters()
+                             if not isinstance(weight, DTensor)])
         gradients.set_grad()
         found.append(optimizer.gradient_norm().item())
         optimizer.step(torch.ones(()), skip=torch.tensor(False))
-    return model, optimizer, found
+    return model, optimizer, found, gathered
 
 
 def train_on_two_passes(kind, options, gathers_in_fp8=True):
@@ -126,9 +130,10 @@ def report_on(name, run):
     if name in ("no FP8", "uneven"):
         model = ddp.distribute(make_model(*run), "fsdp", grad_accum=2)
         return dict(name=name, gathered_in_fp8=list(gathered_in_fp8(model)))
-    fp8_model, optimizer, fp8_losses = train(*run)
-    report = dict(name=name, losses=fp8_losses, values=values(fp8_model), after=evaluate(fp8_model))
-    bf16_model, _, bf16_losses = train(*run, gathers_in_fp8=False)
+    fp8_model, optimizer, fp8_losses, gathered = train(*run)
+    report = dict(name=name, losses=fp8_losses, gathered=gathered)
+    report |= dict(values=values(fp8_model), after=evaluate(fp8_model))
+    bf16_model, _, bf16_losses, _ = train(*run, gathers_in_fp8=False)
     report["bf16_losses"] = bf16_losses
     report["bf16_values"] = values(bf16_model)
     report["bf16_after"] = evaluate(bf16_model)

@@ -44,6 +44,14 @@ def test_training_is_that_of_weights_gathered_in_bf16(reports, run):
 
 
 @pytest.mark.parametrize("run", ["tied", "untied", "mixed"])
+def test_embeddings_stay_gathered_until_the_last_micro_batch(reports, run):
+    """And lm_head, so that a step gathers them once. Blocks are gathered for each micro-batch."""
+    after_first, after_last, after_only = reports[run]["gathered"]
+    assert "wte.weight" in after_first and after_last == after_only == []
+    assert not any(name.startswith("blocks.") for name in after_first)
+
+
+@pytest.mark.parametrize("run", ["tied", "untied", "mixed"])
 def test_two_passes_may_precede_a_backward_pass(reports, run):
     """The second one quantizes the weights anew. The first one's dgrad reads those, within FP8's rounding."""
     found = reports[run]["two_passes"]
