@@ -1,7 +1,11 @@
 """Statistics of pairs: from records of runs, which bench/paired.py trains, to its rows and tables.
 
 A record is a dict: what was trained, on what, from where, and the loss of each step. A pair is the record of
-an arm and that of the BF16 run with the same weights and batches.
+an arm and that of the BF16 run with the same weights and batches. A row has the pairs of an arm that differ
+in their seed alone. Of a seed with several pairs the last one counts.
+
+Intervals are 95 % intervals of the mean over pairs, of the t distribution. All arms of a seed share one BF16
+run, so that their differences are not independent: compare two arms by their losses, seed by seed.
 """
 import math
 import statistics
@@ -9,18 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.arms import ARMS, BASELINE
 from bench.report import markdown
 
-BASELINE = "bf16"  # the arm that all others are compared with
-# arms whose GEMMs or roundings are emulated, so that their speed means nothing
-EMULATED = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-no-operand", "fp8-stochastic-logits")
-# arms that train another model than the baseline where that is model_te_fast.py
-OTHER_MODEL = ("fp8-optimized", "fp8-current", "fp8-block", "nanogpt")
 # Fields, besides the seed, that both runs of a pair share. Only records of fine-tuning have the last two.
 PAIR_FIELDS = ("size", "train_sha256", "lr", "tokens", "start", "stop", "end", "base_sha256", "lora_rank")
 SAME_ORIGIN = ("machine", "commit", "torch", "model")  # of both runs of a pair
-PARTS = 20  # of a run in `differences_over_run`
-# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom
+SEGMENTS = 20  # of a run in `differences_over_run`
+# 97.5 % quantile of Student's t, for 1, 2, … degrees of freedom; for more the last one, which is larger
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
          2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
@@ -110,7 +110,7 @@ def other_origin(run: dict, baseline: dict) -> str:
     """Return which of SAME_ORIGIN differs from BF16's, "" if none does."""
     other = origin_of(baseline)
     for name, value in origin_of(run).items():
-        is_by_design = name == "model" and run["arm"] in OTHER_MODEL
+        is_by_design = name == "model" and ARMS[run["arm"]].has_other_model
         if value != other[name] and not is_by_design:
             return name
     return ""
@@ -173,7 +173,7 @@ def row_of(group: Group) -> dict:
         "validation": mean_of(validation), "validation_interval": interval_of(validation),
         "validation_without_fp8": mean_of(without_fp8),
         "validation_without_fp8_interval": interval_of(without_fp8),
-        "speed": None if group.fields["arm"] in EMULATED else median_speed(pairs)}
+        "speed": None if ARMS[group.fields["arm"]].is_emulated else median_speed(pairs)}
 
 
 def rows_of(groups: list[Group]) -> list[dict]:
@@ -191,16 +191,16 @@ def mean_of(values: list[float]) -> float | None:
 
 
 def differences_over_run(pairs: list[Pair]) -> list[tuple[float, list[float] | None]]:
-    """Return (mean, 95 % interval) over the seeds of the arm's training loss minus BF16's, for each of PARTS
-    equal parts of the steps."""
+    """Return (mean, 95 % interval) over the seeds of the arm's training loss minus BF16's, for each of
+    SEGMENTS equal parts of the steps."""
     of_seeds = [differences_of_seed(pair) for pair in pairs]
     return [(statistics.mean(differences), interval_of(differences)) for differences in zip(*of_seeds)]
 
 
 def differences_of_seed(pair: Pair) -> list[float]:
-    """Return the mean of the arm's training loss minus BF16's in each of PARTS equal parts of the steps."""
+    """Return the mean of the arm's training loss minus BF16's in each segment."""
     differences = np.subtract(pair.run["losses"], pair.baseline["losses"])
-    return [float(part.mean()) for part in np.array_split(differences, PARTS)]
+    return [float(part.mean()) for part in np.array_split(differences, SEGMENTS)]
 
 
 def is_whole_run(row: dict) -> bool:

@@ -552,8 +552,8 @@ def is_of_whole_runs(command):
 def difference_over_run():
     groups = [group for group in whole_run_groups(read_whole_runs()) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
-    percent = 100 // gaps.PARTS
-    rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(gaps.PARTS)]
+    percent = 100 // gaps.SEGMENTS
+    rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(gaps.SEGMENTS)]
     columns = {"steps": "{part}"}
     for group in groups:
         fields = group.fields

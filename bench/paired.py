@@ -9,61 +9,40 @@
     python bench/paired.py --init-from out/base --data data/mine --lr 1e-3 --lora-rank 16 --arms fp8-frozen
 
 Single runs scatter by 1 % of the loss, mostly by their first weights and the order of their batches. A pair
-has both in common, so the difference of two losses scatters less; that of the training losses, which are
-means over many steps on the same batches, least.
+has both in common, so its difference scatters less; that of the training losses, means over many steps of the
+same batches, least.
 
-A run consists of parts:
+A run consists of parts. The arm trains the window, from `start` to `stop`; the rest is BF16:
 
     initial weights | BF16 up to `start` | the arm up to `stop` | BF16 up to `end`
 
-The window is `start` to `stop`: the steps that the arm trains. `start`, `stop` and `end` are fractions of a
-whole run of --tokens, whose schedule the learning rate follows. The baseline is BF16 in all parts. All arms
-with the same seed, length and window share one BF16 run, and begin the window with its checkpoint at `start`.
-A run with --start is also saved at each quarter before `start`, where runs with a later --start continue.
+These are fractions of a whole run of --tokens, whose schedule the learning rate follows. The baseline trains
+the same parts, all of them in BF16. Each part has a folder inside that of the part before it, so that arms
+share what comes before the window. Of --tokens 45e6 --start 0.75 --stop 1:
 
-A part starts with the weights and moments that the part before it saved, and finds FP8's scales on its first
-batch. A part that was cut continues with all that it saved, the scales too.
+    out/paired/packages-r50k_base-124m-344steps-lr0.0012-seed1     initial weights
+        bf16-1-86/bf16-87-172/bf16-173-258                          BF16, saved at each quarter
+            bf16-259-344                                            the window of the baseline
+            fp8-259-344                                             that of the arm
 
-The kit's arms train with train.py's own step. So does nanoGPT, in float32 weights under BF16 autocast: its
-weights and moments are the kit's under other names.
+A part begins with the weights and moments of the part before it, and finds FP8's scales on its first batch.
+nanoGPT's weights and moments are the kit's under other names. All arms train with train.py's own step; they
+are in bench/arms.py.
 
-With --init-from all runs, BF16's too, begin with the weights of the base: a step-<n> of a run of train.py, or
-its newest one. It has to stay until the study is complete. The model is that of the base, and --size says
-only how it is trained: micro-batches, sequence length, warm-up and validation tokens. The seed orders the
-batches.
+With --init-from all runs begin with the weights of the base, a run of train.py or its step-<n>. With
+--lora-rank both runs of a pair train adapters alone, by the edit `lora`.
 
-With --lora-rank both runs of a pair train adapters alone, by the edit `lora`; the seed initializes them. In
-the arm `fp8` the weights of the base stay in BF16, which each step quantizes (the edit's default); in
-`fp8-frozen` they are in FP8 alone (--set lora_base=fp8).
-
-An arm is a set of options of train.py, below in ARMS. The kit's arms train model_te_fast.py where it runs,
-but `fp8-optimized`, `fp8-current` and `fp8-block` train Transformer Engine's modules. Some arms also replace
-functions (bench/fp8_arms.py):
-
-    fp8-activations, fp8-weights, fp8-gradients    one operand of each GEMM in FP8, the other one in BF16
-    fp8-no-operand                                 both operands in BF16: FP8's kernels around the GEMMs
-    fp8-dgrad-float32                              no fast accumulation in dgrad, as in Transformer Engine
-    fp8-forward-float32                            no fast accumulation in the forward pass; TE has it there
-    fp8-scales-1                                   scales start at 1; else the first batch finds them
-    fp8-stochastic-logits                          the logits' gradient is rounded stochastically to E5M2
-
-Each GPU trains some of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its state,
-and the same command continues it. The state of a part, about 1.5 GB for 124m, stays in --out-dir; that of an
-arm is not needed after its run.
+Each GPU trains its share of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its
+state, and the same command continues it, with the scales too. The state of a part, about 1.5 GB for 124m,
+stays in --out-dir; without it the same command trains the part again.
 
 The JSON is written after each run. It has in `runs` a record per complete run, with the loss of each step.
-From all of them bench/gaps.py makes `rows`, one per arm, size, length, window, token files and learning rate:
-differences, their 95 % intervals over seeds (t distribution), and how much faster an arm is at the loss of
-BF16.
+From all of them bench/gaps.py makes `rows`: differences with their intervals, and how much faster an arm is
+at the loss of BF16. Two runs are a pair only if they are of one machine, commit, PyTorch and model, and
+shared everything before the window; the script prints every run that it leaves out. So name another --out-dir
+after a new commit: BF16 is then trained with it, too.
 
-Both runs of a pair are of one origin: machine, commit, PyTorch and model. They are no pair otherwise, or if
-they did not share everything before `start`: that is printed. The pairs of a row may be of several origins;
-of a seed with several pairs on the same token files the last one counts. After a new commit name another
---out-dir, so that BF16 is trained with it too.
-
-Because of the shared BF16 run the differences of two arms are not independent: compare the arms by their
-losses, seed by seed. The runs of a pair train one after the other, not in turns: the GPU's clock may differ
-between them.
+The runs of a pair train one after the other, not in turns: the GPU's clock may differ between them.
 """
 
 import sys
@@ -98,7 +77,8 @@ import torch
 
 import train
 from bench import edits
-from bench.gaps import BASELINE, SAME_ORIGIN, lines_about_left_out, main_table, stored_key, summarize
+from bench.arms import ARMS, BASELINE, SIZES
+from bench.gaps import SAME_ORIGIN, lines_about_left_out, main_table, stored_key, summarize
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, write_json
 from bench.step import free, make_parts
@@ -111,45 +91,9 @@ from nanote.options import MUST_MATCH
 from nanote.parallel import Ranks, StopRequest
 from nanote.schedule import learning_rate
 
-ARMS = {  # {name: options of train.py}
-    "bf16": dict(fp8_recipe="none"),
-    "fp8": {},
-    "fp8-optimized": dict(model="optimized"),
-    "fp8-current": dict(fp8_recipe="current"),
-    "fp8-block": dict(fp8_recipe="block"),
-    "fp8-e4m3": dict(fp8_format="e4m3"),
-    "fp8-history-1": dict(fp8_amax_history_len=1),
-    "fp8-history-16": dict(fp8_amax_history_len=16),
-    "fp8-head-bf16": dict(fp8_lm_head=False),
-    "fp8-first-bf16": dict(fp8_skip_first=1),
-    "fp8-last-bf16": dict(fp8_skip_last=1),
-    "fp8-activations": dict(model="fast"),
-    "fp8-weights": dict(model="fast"),
-    "fp8-gradients": dict(model="fast"),
-    "fp8-no-operand": dict(model="fast"),
-    "fp8-dgrad-float32": dict(model="fast"),
-    "fp8-forward-float32": dict(model="fast"),
-    "fp8-scales-1": {},
-    "fp8-stochastic-logits": dict(model="fast"),
-    "fp8-frozen": dict(set=(("lora_base=fp8",),)),
-    "nanogpt": dict(fp8_recipe="none", model="bench/nanogpt.py:NanoGPT", dtype="float32", compile=True),
-}
-# keys of fp8_arms.CHANGES, whose import needs Triton
-CHANGED_FP8 = ("fp8-activations", "fp8-weights", "fp8-gradients", "fp8-no-operand", "fp8-dgrad-float32",
-               "fp8-forward-float32", "fp8-scales-1", "fp8-stochastic-logits")
-MODERN = dict(
-    activation="swiglu", use_rmsnorm=True, use_rotary=True, use_qk_norm=True, bias=False, n_kv_head=4)
-SCHEDULE = dict(warmup_steps=100, eval_tokens=2_000_000)
-SIZES = {  # {name: options of train.py}; a step has 131,072 tokens, one of `tiny` 512
-    "124m": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | SCHEDULE,
-    "modern": dict(preset="gpt2-124m", micro_batch_size=64, grad_accum=2) | SCHEDULE | MODERN,
-    "350m": dict(preset="gpt2-350m", micro_batch_size=32, grad_accum=4) | SCHEDULE,
-    "tiny": dict(preset="tiny", n_layer=2, n_embd=64, n_head=2, seq_len=64, micro_batch_size=4, grad_accum=2,
-                 warmup_steps=4, eval_tokens=512),
-}
-CHUNK = 10  # steps between two looks at the clock, each of which waits for the GPU
+CHUNK = 10  # steps after which the clock is read, which waits for the GPU
 TIME_TO_TRAIN = 0.95  # of --minutes; the rest is for writing the state
-SECONDS_TO_WRITE = 10  # between two looks at the runs of other processes
+SECONDS_TO_WRITE = 10  # until the JSON is written again while other processes train
 NOT_COMPLETE = 3  # exit code of a process that trains some of the seeds
 
 
@@ -204,6 +148,7 @@ class Part:
     first_step: int
     last_step: int
     folder: Path  # of its checkpoints, inside that of the part before it
+    is_window: bool = False  # the steps that the arm trains, or the baseline beside it
 
 
 def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
@@ -212,20 +157,23 @@ def parts_of_run(options: Options, arm: str, seed: int) -> list[Part]:
     stop = options.step_at(options.stop)
     end = options.step_at(options.end_or_stop)
     data = Path(options.data).name
-    name = f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
+    run_name = f"{data}-{options.size}-{options.steps}steps-lr{options.lr:g}-seed{seed}"
     if options.init_from is not None:
-        name += f"-base{read_base(options.init_from).sha256[:12]}"
+        run_name += f"-base{read_base(options.init_from).sha256[:12]}"
     if options.lora_rank is not None:
-        name += f"-lora{options.lora_rank}"
-    folder = options.out_dir / name
-    parts = [Part(BASELINE, 1, 0, folder)]
-    quarters = [options.step_at(fraction) for fraction in (0.25, 0.5, 0.75) if fraction < options.start]
-    steps = [(BASELINE, first + 1, last) for first, last in pairwise([0, *quarters, start])]
-    steps += [(arm, start + 1, stop), (BASELINE, stop + 1, end)]
-    for name, first_step, last_step in steps:
+        run_name += f"-lora{options.lora_rank}"
+    parts = [Part(BASELINE, 1, 0, options.out_dir / run_name)]
+
+    def append(arm_of_part, first_step, last_step, is_window=False):
         if first_step <= last_step:
-            folder = folder / f"{name}-{first_step}-{last_step}"
-            parts.append(Part(name, first_step, last_step, folder))
+            folder = parts[-1].folder / f"{arm_of_part}-{first_step}-{last_step}"
+            parts.append(Part(arm_of_part, first_step, last_step, folder, is_window))
+
+    quarters = [options.step_at(fraction) for fraction in (0.25, 0.5, 0.75) if fraction < options.start]
+    for before, last_step in pairwise([0, *quarters, start]):
+        append(BASELINE, before + 1, last_step)
+    append(arm, start + 1, stop, is_window=True)
+    append(BASELINE, stop + 1, end)
     return parts
 
 
@@ -256,8 +204,8 @@ def config_of(options: Options, arm: str, seed: int) -> TrainConfig:
     fields = dict(seed=seed, data=options.data, max_steps=options.steps, lr=options.lr)
     if options.init_from is not None:
         fields |= read_base(options.init_from).architecture
-    config = TrainConfig(**SIZES[options.size] | ARMS[arm] | fields)
-    baseline = TrainConfig(**SIZES[options.size] | ARMS[BASELINE] | fields)
+    config = TrainConfig(**SIZES[options.size] | ARMS[arm].options | fields)
+    baseline = TrainConfig(**SIZES[options.size] | ARMS[BASELINE].options | fields)
     needs_te = config.fp8_recipe in ("current", "block")
     if config.model == "auto" and not needs_te and picked_model(baseline) == "fast":
         config = replace(config, model="fast")  # not another model than the baseline's
@@ -338,7 +286,7 @@ def stored_config(config: TrainConfig) -> dict:
 
 def changes_of(arm: str):
     """Return a context in which the functions of FP8 are those of the arm."""
-    if arm not in CHANGED_FP8:
+    if not ARMS[arm].replaces_functions:
         return nullcontext()
     from bench import fp8_arms  # needs Triton
     return fp8_arms.changed(arm)
@@ -350,7 +298,7 @@ class TimeLimit:
     def __init__(self, minutes: float, stop: StopRequest):
         self.deadline = clock() + TIME_TO_TRAIN * 60 * minutes
         self.stop = stop
-        self.longest_start = 0.0  # seconds to build, compile and capture a part, with its first steps
+        self.longest_setup = 0.0  # seconds to build, compile and capture a part, with its first steps
 
     def allows(self, seconds: float) -> bool:
         return not self.stop.is_received and clock() + seconds < self.deadline
@@ -369,13 +317,13 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, lim
     loader = Loader(config, "train", Ranks(), device)
     train.fit_to_data(config, loader.meta, resumed_meta={})
     model, optimizer, gradients = make_parts(config, device)
-    so_far = load_part(options, config, model, optimizer, loader, part, source)
+    so_far = load_progress(options, config, model, optimizer, loader, part, source)
     functions = train.make_step(config, model, optimizer, gradients)
     if config.uses_cuda_graph(recipes.has_fp8_gpu(device)):
         functions = train.with_cuda_graphs(model, optimizer, functions)
     trained = train_steps(config, optimizer, functions, loader, so_far["step"] + 1, part.last_step, limit)
     if len(trained.times) > 1:
-        limit.longest_start = max(limit.longest_start, trained.times[1] - began)
+        limit.longest_setup = max(limit.longest_setup, trained.times[1] - began)
     machine = recipes.describe()
     # times of another GPU are not mixed with those of this one
     ms_so_far = so_far["ms_per_step"] if so_far.get("machine") == machine else []
@@ -395,8 +343,8 @@ def train_part(options: Options, seed: int, part: Part, source: Path | None, lim
 
 
 def save_part(part: Part, step: int, model, optimizer, meta: dict) -> None:
-    """Save the checkpoint of a part in place of its last one. meta: what its meta.json has besides what is
-    known of the model, the commit and the date."""
+    """Save the checkpoint of a part in place of its last one. meta: what its meta.json has beside fields of
+    the model, the commit and the date."""
     meta = meta | {
         "weights_sha256": weights_sha256(model),
         "model_config": asdict(model.config),
@@ -420,7 +368,7 @@ def weights_sha256(model) -> str:
     return digest.hexdigest()
 
 
-def load_part(options: Options, config: TrainConfig, model, optimizer, loader, part: Part,
+def load_progress(options: Options, config: TrainConfig, model, optimizer, loader, part: Part,
               source: Path | None) -> dict:
     """Load the state that a part continues with. Return its "step", "losses" and "ms_per_step" so far, as in
     its meta.json."""
@@ -429,9 +377,9 @@ def load_part(options: Options, config: TrainConfig, model, optimizer, loader, p
         checkpoint.load(unfinished, model, optimizer)
         return checkpoint.read_meta(unfinished)
     if source is not None:
-        load_state(checkpoint.latest(source), model, optimizer)
+        load_weights_and_moments(checkpoint.latest(source), model, optimizer)
         if recipes.uses_delayed_scaling(model):
-            batch = loader.batches(part.first_step)[0]  # which `train_steps` reads again
+            batch = loader.batches(part.first_step)[0]  # the part's first step trains on it, too
             recipes.find_first_scales(model, batch.inputs, config.grad_accum)
     elif options.init_from is not None:
         from_base = replace(config, init_from=str(read_base(options.init_from).folder))
@@ -447,7 +395,7 @@ class Trained:
     step: int  # the last one
     losses: list[float]  # of each step
     skipped_steps: int  # whose gradient norm was not finite
-    times: list[float]  # of clock(), at the begin and after each chunk
+    times: list[float]  # of clock(), at the beginning and after each chunk
 
 
 def train_steps(config: TrainConfig, optimizer, functions, loader, first_step: int, last_step: int,
@@ -490,7 +438,7 @@ def ms_of_chunks(times: list[float]) -> list[float]:
     return [1e3 * (end - start) / CHUNK for start, end in zip(timed, timed[1:])]
 
 
-def load_state(folder: Path, model, optimizer) -> None:
+def load_weights_and_moments(folder: Path, model, optimizer) -> None:
     """Load weights and moments of a checkpoint, of the kit's model or of nanoGPT, into one or the other."""
     stored = checkpoint.read_tensors(folder, ("model.", "optimizer."))
     needed = training_state.weights_of(model)
@@ -526,7 +474,7 @@ def train_length(options: Options, limit: TimeLimit, write: Callable) -> bool:
             source = None
             for part in parts_of_run(options, arm, seed):
                 if not is_complete(part):
-                    if not limit.allows(limit.longest_start):
+                    if not limit.allows(limit.longest_setup):
                         return False
                     train_or_report(options, seed, part, source, limit)
                     free()
@@ -574,7 +522,7 @@ def train_on_all_gpus(options: Options, argv: list[str], write: Callable) -> boo
             processes[" ".join(seeds)] = subprocess.Popen(command, env=environment)
     try:
         wait_for(list(processes.values()), write)
-    finally:  # after an error, too, no process trains on
+    finally:  # else processes would train on after an error
         for process in processes.values():
             process.terminate()  # does nothing after its end
     for seeds, process in processes.items():
@@ -602,7 +550,7 @@ def wait_for(processes: list[subprocess.Popen], write: Callable) -> None:
 
 # ---------------------------------------------------------------- the record of a run
 
-ORIGIN = (*SAME_ORIGIN, "date")  # recorded of the arm's part of a run
+RECORDED = (*SAME_ORIGIN, "date")  # of the window
 
 
 def run_record(options: Options, arm: str, seed: int) -> dict | None:
@@ -613,10 +561,8 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
     metas = [meta_of(part) for part in parts]
     losses = [loss for meta in metas for loss in meta["losses"]]
     skipped_steps = sum(meta.get("skipped_steps", 0) for meta in metas)
-    last_steps = [part.last_step for part in parts]
-    last_shared_part = last_steps.index(options.step_at(options.start))
-    shared = metas[last_shared_part]
-    window = metas[last_shared_part + 1]  # the arm's part, or that of the baseline beside it
+    number = next(number for number, part in enumerate(parts) if part.is_window)
+    before, window = metas[number - 1:number + 1]
     ms_per_step = window["ms_per_step"]
     last = metas[-1]
     record = {
@@ -624,11 +570,11 @@ def run_record(options: Options, arm: str, seed: int) -> dict | None:
         "train_sha256": last["train_sha256"],
         "tokens": options.steps * options.tokens_per_step,
         "start": options.start, "stop": options.stop, "end": options.end_or_stop,
-        "shared_weights": shared.get("weights_sha256"),
+        "shared_weights": before.get("weights_sha256"),
         "ms": statistics.median(ms_per_step) if ms_per_step else None,
         "losses": [round(loss, 6) for loss in losses], "skipped_steps": skipped_steps,
         "val_loss": last["val_loss"], "val_loss_without_fp8": last.get("val_loss_without_fp8"),
-        **{name: window.get(name) for name in ORIGIN}}
+        **{name: window.get(name) for name in RECORDED}}
     if options.init_from is not None:
         record["base_sha256"] = read_base(options.init_from).sha256
     if options.lora_rank is not None:
@@ -670,7 +616,7 @@ def check_fine_tuning(options: Options) -> None:
             raise ValueError(f"--arms {arm}: begins with random weights; leave it out, or --init-from")
         if arm == "fp8-frozen" and options.lora_rank is None:
             raise ValueError(f"--arms {arm}: keeps the base of adapters in FP8; pass --lora-rank 16, too")
-        if "model" in ARMS[arm] and options.lora_rank is not None:
+        if "model" in ARMS[arm].options and options.lora_rank is not None:
             raise ValueError(f"--arms {arm}: names a model, and --lora-rank another; leave out one")
 
 

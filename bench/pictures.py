@@ -103,7 +103,7 @@ def draw_gap(axes, pairs, rounding, color):
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
     label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {rounding}"
-    x = 100 * (np.arange(gaps.PARTS) + 0.5) / gaps.PARTS
+    x = 100 * (np.arange(gaps.SEGMENTS) + 0.5) / gaps.SEGMENTS
     if len(pairs) < 3:
         for number, pair in enumerate(pairs):
             axes.plot(x, gaps.differences_of_seed(pair), color=color, lw=1.5, ls="--",
@@ -139,7 +139,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     axes.legend(loc="upper left")
     gpus = sorted({machine.partition(",")[0] for machine in machines})
     write_below(figure, f"""\
-both runs of a pair on the same batches; means over a {gaps.PARTS}th of the steps; shaded: 95 % interval
+both runs of a pair on the same batches; means over a {gaps.SEGMENTS}th of the steps; shaded: 95 % interval
 GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}
 commit {measured.BIASES_IN_GEMMS} changed a rounding; pairs before it have other seeds and another corpus""")
     figure.savefig(path)

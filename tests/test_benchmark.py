@@ -335,11 +335,11 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
     [(_, axes)] = figures
     lines = {line.get_label(): line.get_ydata() for line in axes.lines if "tokens" in line.get_label()}
     assert lines == {
-        "124M, 45 M tokens, since 44b33a5, mean of 3 pairs": pytest.approx([0.02] * gaps.PARTS),
-        "350M, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.1] * gaps.PARTS),
-        "124M, modern block, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.2] * gaps.PARTS)}
+        "124M, 45 M tokens, since 44b33a5, mean of 3 pairs": pytest.approx([0.02] * gaps.SEGMENTS),
+        "350M, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.1] * gaps.SEGMENTS),
+        "124M, modern block, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.2] * gaps.SEGMENTS)}
     thin = [line.get_ydata() for line in axes.lines if line.get_linestyle() == "--"]
-    assert thin == [pytest.approx([gap] * gaps.PARTS) for gap in (0.1, 0.2, 0.4)]
+    assert thin == [pytest.approx([gap] * gaps.SEGMENTS) for gap in (0.1, 0.2, 0.4)]
     [band] = axes.collections  # the interval of the three seeds
     half = 4.303 * 0.01 / 3**0.5
     low, high = band.get_datalim(axes.transData).intervaly

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from bench import fp8_arms, paired
+from bench import arms, fp8_arms, paired
 from bench.step import Training, make_batches
 from fast_kernels import casts, fused, loss, modules
 from kernel_tools import DEVICE, HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, capture  # noqa: F401
@@ -233,11 +233,11 @@ def test_the_gradient_of_the_logits_is_rounded_stochastically():
 def test_an_arm_of_a_study_trains_with_its_change(tmp_path, tokens, monkeypatch):
     """In Triton's interpreter, the last two of seven steps, from the weights of BF16. The learning rate is so
     high that the weights are large by then, and FP8 moves the loss by 0.4 %."""
-    assert paired.CHANGED_FP8 == tuple(fp8_arms.CHANGES)
+    assert [name for name, arm in arms.ARMS.items() if arm.replaces_functions] == list(fp8_arms.CHANGES)
     monkeypatch.delenv("NANOTE_ENGINE")
     tiny = dict(dtype="bfloat16", n_layer=1, seq_len=16, micro_batch_size=1, grad_accum=1, eval_tokens=16)
-    monkeypatch.setitem(paired.SIZES, "tiny", paired.SIZES["tiny"] | tiny)
-    monkeypatch.setitem(paired.ARMS, "fp8", dict(model="fast"))
+    monkeypatch.setitem(arms.SIZES, "tiny", arms.SIZES["tiny"] | tiny)
+    monkeypatch.setitem(arms.ARMS, "fp8", arms.Arm(arms.FAST))
     path = tmp_path / "paired.json"
     code = paired.main([
         "--size", "tiny", "--tokens", "112", "--start", "0.72", "--lr", "0.05", "--seeds", "1",

@@ -1,5 +1,6 @@
 """bench/paired.py: pairs of runs, their windows, and nanoGPT's weights under the kit's names."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import train
-from bench import gaps, measured, paired
+from bench import arms, gaps, measured, paired
 from paired_tools import run_of, set_results, tables_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
@@ -135,7 +136,7 @@ def test_no_process_trains_on_after_an_error(study, monkeypatch):
 
 def test_a_folder_of_other_options_is_refused(study, monkeypatch):
     study("--arms", "fp8")
-    monkeypatch.setitem(paired.SIZES, "tiny", paired.SIZES["tiny"] | {"weight_decay": 0.5})
+    monkeypatch.setitem(arms.SIZES, "tiny", arms.SIZES["tiny"] | {"weight_decay": 0.5})
     with pytest.raises(ValueError, match=r"trained with weight_decay 0\.1, now 0\.5; name another --out-dir"):
         study("--arms", "fp8")
 
@@ -295,8 +296,8 @@ def test_a_run_of_a_new_commit_replaces_no_run_of_another(monkeypatch, tmp_path)
     monkeypatch.setattr(paired, "run_record", lambda options, arm, seed: (
         run_of(arm, seed, 2.0) | {"commit": options.data}))  # in place of the folder of the data
     path = tmp_path / "runs.json"
-    for commit, arms in (("first", ["fp8", "fp8-e4m3"]), ("second", ["fp8"]), ("second", ["fp8"])):
-        paired.add_runs(paired.Options(arms=arms, seeds=[1], data=commit, json=path), argv=[])
+    for commit, names in (("first", ["fp8", "fp8-e4m3"]), ("second", ["fp8"]), ("second", ["fp8"])):
+        paired.add_runs(paired.Options(arms=names, seeds=[1], data=commit, json=path), argv=[])
     document = json.loads(path.read_text())
     assert [(run["arm"], run["commit"]) for run in document["runs"]] == [
         ("bf16", "first"), ("fp8", "first"), ("fp8-e4m3", "first"), ("bf16", "second"), ("fp8", "second")]
@@ -321,7 +322,7 @@ def test_the_difference_over_a_run_is_a_mean_over_seeds():
     first, *others = gaps.differences_over_run(group.pairs)
     assert first[0] == pytest.approx(0.1) and first[1] == pytest.approx([0.1, 0.1])
     half = 12.706 * 0.2  # t of one degree of freedom, times the standard error
-    assert len(others) == gaps.PARTS - 1
+    assert len(others) == gaps.SEGMENTS - 1
     for mean, interval in others:
         assert mean == pytest.approx(0.4) and interval == pytest.approx([0.4 - half, 0.4 + half])
 
@@ -564,7 +565,8 @@ def test_nanogpt_trains_from_the_same_weights(study, tmp_path, monkeypatch):
     moments are BF16's, and hands its weights and moments back."""
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.setenv("NANOGPT", str(tmp_path))
-    monkeypatch.setitem(paired.ARMS, "nanogpt", paired.ARMS["nanogpt"] | {"compile": False})
+    options = arms.ARMS["nanogpt"].options | {"compile": False}
+    monkeypatch.setitem(arms.ARMS, "nanogpt", dataclasses.replace(arms.ARMS["nanogpt"], options=options))
     _, document = study("--arms", "nanogpt", "--start", "0.25", "--stop", "0.75", "--end", "1")
     own, other = document["runs"]
     assert own["arm"] == "bf16" and other["arm"] == "nanogpt"
