@@ -62,11 +62,14 @@ def import_engine(name):
 
 
 ENGINE = os.environ.get("NANOTE_ENGINE") or best_engine()
+if ENGINE not in MODULES:
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: must be te, fast or reference; reference runs on any machine")
 try:
     te, te_recipe = import_engine(ENGINE)
 except Exception as error:  # a broken TE raises more than ImportError
-    raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
-                      "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
+    raise ImportError(f"engine {ENGINE}: {error!r}; NANOTE_ENGINE=reference works on any machine, with "
+                      "te_reference.py beside this file; fast needs fast_kernels and a Hopper GPU, te needs "
+                      "TE") from error
 DelayedScaling = te_recipe.DelayedScaling
 Format = te_recipe.Format
 

@@ -7,7 +7,7 @@
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
 """
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import codecs
 import math
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from nanote import checkpoint, chunked_loss, models, trained_model
+from nanote import checkpoint, chunked_loss, models, recipes, trained_model
 from nanote.chat import ChatTemplate
 from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
@@ -128,6 +128,8 @@ def main(argv=None):
     options = parse(SampleConfig, argv, "sample.py", __doc__)
     require_at_least(1, options, "max_new_tokens", "num_samples")
     device = models.pick_device(options.device)
+    if device.type == "cpu" and (recipes.HAS_TE or options.score is not None):
+        recipes.check_cpu()  # fast_kernels run without a GPU, but for the loss
     model, tokenizer, pack_documents = load_model(options, device)
     if options.score is not None:
         print(score(model, tokenizer, options.score, pack_documents))

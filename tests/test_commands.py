@@ -155,6 +155,41 @@ def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
     assert run_interrupted(path, tmp_path) == (9, "", "")
 
 
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path.name != "doctor.py"],
+                         ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_without_packages_a_command_says_how_to_install(path):
+    """doctor.py needs none."""
+    command = [sys.executable, "-S", path, "--help"]  # -S: without site-packages
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = re.fullmatch(rf"{path}: needs the package (\w+), which is not installed: (.*)\n", done.stderr)
+    assert done.returncode == 2 and done.stdout == "" and line, done.stderr
+    package, installing = line.groups()
+    assert ("pip install pytest" if package == "pytest" else "pip install -r requirements.txt") in installing
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "benchmark_te.py"])
+@pytest.mark.parametrize("engine, line", [
+    ("tee", "NANOTE_ENGINE=tee: must be te, fast or reference; reference runs on any machine\n"),
+    ("te", "engine te: OSError('libcudnn.so.9'); NANOTE_ENGINE=reference works on any machine, ")],
+    ids=["unknown", "broken"])
+def test_an_engine_that_does_not_run_is_one_line(tmp_path, script, engine, line):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text("raise OSError('libcudnn.so.9')")
+    environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"{script}: {line}") and done.stderr.count("\n") == 1
+
+
+def test_a_mistake_in_the_code_of_a_command_keeps_its_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import nanote.absent\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "train.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "nanote.absent" in done.stderr
+
+
 def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert run_command(lambda: importlib.import_module("transformers"), "export_hf.py") == 2

@@ -102,6 +102,20 @@ def test_hopper_without_transformer_engine_has_fast_kernels(hopper):
     assert "begin with the first fix" in shown
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+@pytest.mark.parametrize("engine, line", [
+    ("tee", "fail  NANOTE_ENGINE=tee: must be te, fast or reference; "),
+    ("fast", "fail  NANOTE_ENGINE=fast: fast_kernels needs a GPU; ")])
+def test_an_engine_that_does_not_run_here_is_a_failure(engine, line, monkeypatch):
+    if engine == "fast":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("NANOTE_ENGINE", engine)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, shown = run()
+    assert code == 1 and line in shown and "\n      fix: unset NANOTE_ENGINE" in shown
+    assert shown.endswith("begin with the first fix\n")
+
+
 @pytest.mark.parametrize("body, words", [
     (f'raise ImportError("{OTHER_TORCH}")', "Transformer Engine was built for another PyTorch."),
     ("import os; os.kill(os.getpid(), 11)", "FP8: killed by signal 11"),
