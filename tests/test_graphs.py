@@ -353,8 +353,8 @@ def test_minimal_refuses_a_text_that_is_too_short(tmp_path):
     done = start_minimal("reference", "delayed", GRAPHS, tmp_path, "short.txt")
     assert done.returncode == 2 and not (tmp_path / "minimal.pt").exists()
     assert done.stderr == (
-        "minimal.py: short.txt: 640 tokens, but --length 64 needs 641, a tenth of them for validation; take a "
-        "longer text or a smaller --length\n")
+        "minimal.py: short.txt: 640 tokens, but --length 64 needs 641, a tenth of them for validation; "
+        "take a longer text or a smaller --length\n")
     text.write_bytes(bytes(641))
     assert start_minimal("reference", "delayed", GRAPHS, tmp_path, "short.txt").returncode == 0
 

@@ -375,6 +375,17 @@ def test_a_command_is_parsed(command, monkeypatch):
         assert names and all((ROOT / name).exists() for name in names)
 
 
+def test_make_train_refuses_to_sample_another_run():
+    for arguments, code in (("--max-steps 50", 0), ("--out-dir other", 2), ("--out-dir=other", 2),
+                            ("--max-steps 50 --preset gpt2-124m", 2), ("--config mine.yaml", 2)):
+        command = ["make", "--dry-run", "train", f"ARGS={arguments}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code, arguments
+        if code:
+            assert done.stdout == "", "nothing is installed before"
+            assert done.stderr.count("\n") == 1 and f"python train.py {arguments}.  Stop." in done.stderr
+
+
 USAGE = re.compile(r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)", re.M)
 
 
