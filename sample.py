@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import tyro
@@ -29,7 +30,8 @@ from tools import import_hf
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[str]  # Folder of a run (its latest checkpoint) or one step-<n> folder in it.
+    # Folder of a run, such as out/tiny (its latest checkpoint), or one step-<n> folder in it.
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     prompt: str = ""  # Text to continue; empty: the start of a document.
     chat: bool = False  # Each line of stdin is a turn, put into the chat template of the run's tokenizer.
     score: str | None = None  # Measure the loss on this text file, or on the documents of a .jsonl file.

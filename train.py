@@ -269,7 +269,7 @@ def fit_to_data(config, data_meta: dict, resumed_meta: dict) -> None:
     if config.vocab_size is None:
         config.vocab_size = padded
     if config.vocab_size < needed:
-        raise ValueError(f"--vocab-size {config.vocab_size}: the data needs more; "
+        raise ValueError(f"--vocab-size {config.vocab_size}: {config.data} has a vocabulary of {needed}; "
                          f"pass {padded} or leave it out")
     if config.n_positions is None:
         config.n_positions = config.seq_len

@@ -61,7 +61,9 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --lr 0", "--lr above"),
     ("train.py", f"{TRAIN} --cuda-graph on", "--cuda-graph GPU"),
     # shapes
-    ("train.py", f"{TRAIN} --vocab-size 256", "256 288"),
+    ("train.py", f"{TRAIN} --vocab-size 256", "256 tokens 257 288"),
+    ("train.py", f"{TRAIN} --vocab-size 300", "vocab_size=300 32 320"),
+    ("train.py", f"{TRAIN} --attention flash", "attention='flash' flash-attn-4 'sdpa'"),
     ("train.py", f"{TRAIN} --n-embd 72", "n_embd 80"),
     ("train.py", f"{TRAIN} --micro-batch-size 3 --seq-len 20", "60 4"),
     ("train.py", f"{TRAIN} --seq-len 64 --n-positions 32", "64 32"),
@@ -75,7 +77,10 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --out-dir file.txt/run", "file.txt"),
     ("train.py", "--resume --out-dir out/none", "out/none checkpoint"),
     ("train.py", "--config missing.yaml", "missing.yaml"),
-    ("sample.py", "out/none", "out/none checkpoint"),
+    ("sample.py", "out/none", "out/none checkpoint out/good train.py"),
+    ("sample.py", "out", "out: checkpoint out/good train.py"),
+    ("sample.py", "out/good/step-9", "out/good/step-9: checkpoint (out/good, train.py"),
+    ("sample.py", "none/here", "none/here: checkpoint train.py"),
     ("sample.py", "out/good --temperature -1", "--temperature -1"),
 ], ids=lambda value: value.replace(OPTIONS, "")[:60])
 def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, script, arguments, words):
@@ -88,7 +93,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, s
     ("train.py", f"{TRAIN} --max-step 1", "--max-step --max-steps"),
     ("train.py", "--preset gpt3", "gpt3 llama3-8b"), ("train.py", f"{TRAIN} stray", "stray"),
     ("train.py", "--config unknown.yaml", "max_stepz max_steps"),
-    ("sample.py", "", "run"), ("data.py", "", "stdlib text")])
+    ("sample.py", "", "RUN out/tiny"), ("data.py", "", "stdlib text")])
 def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, arguments, words):
     monkeypatch.chdir(world)
     before = tree()

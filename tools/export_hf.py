@@ -49,7 +49,8 @@ from tools.tensor_files import LazyTensors, RunWeights, optimized_name, read_jso
 
 @dataclass
 class ExportConfig:
-    run: tyro.conf.Positional[str]  # The folder of a run (its latest checkpoint), or a step-<n> folder in it.
+    # The folder of a run, such as out/tiny (its latest checkpoint), or a step-<n> folder in it.
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]  # The folder to create.
     # Type of the weights: auto keeps the checkpoint's; float32 uses the optimizer's masters if there are any.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
