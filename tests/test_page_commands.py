@@ -211,6 +211,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "runs in test_pairs.py": ["python bench/pairs.py --page"],
     "takes minutes or hours": [
         "OMP_NUM_THREADS=1 python train.py",
+        "OMP_NUM_THREADS=2 python train.py",
         "python bench/pairs.py",
         "python bench/compiled.py",
         "python bench/finetune.py --json results/finetune.json",
