@@ -13,11 +13,17 @@ HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(HAS_GPU),constraints-gpu.txt,constraints.txt)
 PIP := $(RUN) -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: train test test-gpu lint doctor te
+.PHONY: train known-run test test-gpu lint doctor te
 
-train: $(VENV)/.train data/stdlib/meta.json
+train: known-run $(VENV)/.train data/stdlib/meta.json
 	$(RUN) train.py --preset tiny $(ARGS)
 	$(RUN) sample.py "$$(ls -dt out/tiny* | head -1)"
+
+# Stops for options with which train.py writes another run than the newest out/tiny*.
+OTHER_RUN := $(firstword $(filter --out-dir% --out_dir% --preset% --config%,$(ARGS)))
+known-run:
+	@$(if $(OTHER_RUN),$(error ARGS: $(OTHER_RUN): make train takes its sample from out/tiny; \
+		leave it out, or run: $(RUN) train.py $(ARGS)))
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)

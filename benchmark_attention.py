@@ -19,7 +19,7 @@ For attention inside a model: python benchmark_te.py --shapes 124m-b32 --arms fp
 """
 
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import sys
 import time

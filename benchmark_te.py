@@ -41,7 +41,7 @@ norm and progress are checked against the first arm's.
 """
 
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import sys
 from dataclasses import dataclass
@@ -123,6 +123,8 @@ def main(argv=None) -> int:
     mode = pick_mode(options)
     check_options(options, mode)
     device = pick_device("auto")
+    if device.type == "cpu":
+        recipes.check_cpu()
     print(f"{recipes.describe()}, torch {torch.__version__}")
     if device.type != "cuda":
         print("no GPU: tiny shapes through te_reference, and the times mean nothing")

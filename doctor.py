@@ -14,7 +14,7 @@ Only --model needs more than the standard library. A broken CUDA library kills t
 an exception, so the checks that import torch run in processes of their own.
 """
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import argparse
 import contextlib
@@ -174,6 +174,9 @@ def check_fp8():
         torch.backends.cudnn.version()  # loads PyTorch's cuDNN: Transformer Engine looks for one itself
         capability = torch.cuda.get_device_capability()
         yield from check_te(torch.version.cuda, capability)
+    if error := named_engine_error(is_on_cpu=capability == (0, 0)):
+        yield "fail", error, f"unset NANOTE_ENGINE; on a GPU, te needs {INSTALL}"
+        return
     from nanote import recipes
     reasons = {name: recipes.unsupported_reason(name) for name in recipes.RECIPES if name != "none"}
     supported = [name for name, reason in reasons.items() if not reason]
@@ -191,6 +194,19 @@ def check_fp8():
     for name in supported:
         if name != "nvfp4":  # its rounding error has no simple bound
             yield check_gemm(recipes, name)
+
+
+def named_engine_error(is_on_cpu):
+    """Return why the engine that NANOTE_ENGINE names does not run here; "" if it does, or none is named."""
+    if not os.environ.get("NANOTE_ENGINE"):
+        return ""
+    try:
+        from nanote import recipes
+        if is_on_cpu:
+            recipes.check_cpu()
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def check_te(cuda, capability):
@@ -301,7 +317,8 @@ def check_edited_model(name):
             os.environ.setdefault("TRITON_INTERPRET", "1")  # fast_kernels; before anything imports Triton
         from nanote.model_check import check_model
     except ImportError as error:
-        print(f"doctor.py: --model: {error}; {REQUIREMENTS}", file=sys.stderr)
+        fix = f"; {REQUIREMENTS}" if isinstance(error, ModuleNotFoundError) else ""  # an engine's has its own
+        print(f"doctor.py: --model: {error}{fix}", file=sys.stderr)
         return 2
     has_failed = print_results(check_model(name))
     print("begin with the first fail" if has_failed else f"{name} computes in FP8 what it computes without")

@@ -62,11 +62,14 @@ def import_engine(name):
 
 
 ENGINE = os.environ.get("NANOTE_ENGINE") or best_engine()
+if ENGINE not in MODULES:
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: must be te, fast or reference; reference runs on any machine")
 try:
     te, te_recipe = import_engine(ENGINE)
 except Exception as error:  # a broken TE raises more than ImportError
-    raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
-                      "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
+    raise ImportError(f"engine {ENGINE}: {error!r}; NANOTE_ENGINE=reference works on any machine, with "
+                      "te_reference.py beside this file; fast needs fast_kernels and a Hopper GPU, te needs "
+                      "TE") from error
 DelayedScaling = te_recipe.DelayedScaling
 Format = te_recipe.Format
 
@@ -478,12 +481,13 @@ def check_multiples(config, **multiples):
         if value % multiple == 0:
             continue
         works = round_up(value, multiple)
-        if field == "vocab_size":
-            works = round_up(value, 128)  # 50,304 for GPT-2's 50,257
         deciding = ["n_head", "n_kv_head", "use_rotary", "use_fp8"]
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
+        reason = ", ".join(f"{name}={getattr(config, name)}" for name in deciding)
+        if field == "vocab_size":
+            works = round_up(value, 32 if value <= 1024 else 128)  # 50,304 for GPT-2's 50,257: faster
+            reason = "any FP8 recipe can then run its GEMMs"
         raise ValueError(f"{type(config).__name__}.{field}={value!r}: must be a multiple of {multiple} "
-                         f"({values}); {works} works")
+                         f"({reason}); {works} works")
 
 
 def check_choices(config, **choices):
@@ -564,8 +568,8 @@ def attention_kernel(config):
     takes_head_dim = config.head_dim % 8 == 0 and narrowest <= config.head_dim <= widest
     runs_flash = is_on_gpu and takes_head_dim and config.attn_dropout == 0
     if config.attention == "flash" and not runs_flash:
-        raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
-                         f"in multiples of 8 from {narrowest} to {widest} on this GPU; 'sdpa' works")
+        raise ValueError("attention='flash': needs a GPU with flash-attn-4 or flash-attn, attn_dropout=0 and "
+                         f"a head_dim in multiples of 8 from {narrowest} to {widest}; 'sdpa' works")
     if config.attention != "auto":
         return config.attention
     if runs_flash and ENGINE != "fast":  # fast_kernels runs FlashAttention 4 itself, in a way that traces

@@ -7,18 +7,19 @@
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
 """
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import codecs
 import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import tyro
 
-from nanote import checkpoint, chunked_loss, models, trained_model
+from nanote import checkpoint, chunked_loss, models, recipes, trained_model
 from nanote.chat import ChatTemplate
 from nanote.command import parse, require_at_least, run_command
 from nanote.corpus import text_documents
@@ -29,7 +30,8 @@ from tools import import_hf
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[str]  # Folder of a run (its latest checkpoint) or one step-<n> folder in it.
+    # Folder of a run, such as out/tiny (its latest checkpoint), or one step-<n> folder in it.
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     prompt: str = ""  # Text to continue; empty: the start of a document.
     chat: bool = False  # Each line of stdin is a turn, put into the chat template of the run's tokenizer.
     score: str | None = None  # Measure the loss on this text file, or on the documents of a .jsonl file.
@@ -128,6 +130,8 @@ def main(argv=None):
     options = parse(SampleConfig, argv, "sample.py", __doc__)
     require_at_least(1, options, "max_new_tokens", "num_samples")
     device = models.pick_device(options.device)
+    if device.type == "cpu" and (recipes.HAS_TE or options.score is not None):
+        recipes.check_cpu()  # fast_kernels run without a GPU, but for the loss
     model, tokenizer, pack_documents = load_model(options, device)
     if options.score is not None:
         print(score(model, tokenizer, options.score, pack_documents))

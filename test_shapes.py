@@ -10,7 +10,7 @@ where TE trains with any multiple of 16. It is one rule for every recipe, and pa
 """
 
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import itertools
 import os

@@ -22,7 +22,7 @@ History 1 is the algorithm `most_recent`, too.
 """
 
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import multiprocessing
 import os

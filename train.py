@@ -14,7 +14,7 @@ Decisions worth knowing:
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import os
 import random
@@ -248,11 +248,10 @@ MIN_VALUES_PER_THREAD = 2**19  # of an activation on a CPU: with fewer, another 
 
 def prepare_cpu(activation_size: int) -> None:
     """Raise ValueError unless the engine runs here, and use fewer threads if an activation has few values."""
+    recipes.check_cpu()
     if recipes.is_interpreted():
         from fast_kernels import interpreter
         interpreter.install()
-    elif not recipes.IS_REFERENCE:
-        raise ValueError(f"--device cpu: {recipes.te.__name__} needs a GPU; set NANOTE_ENGINE=reference")
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
         useful_threads = min(torch.get_num_threads(), activation_size // MIN_VALUES_PER_THREAD)
         torch.set_num_threads(max(1, useful_threads))
@@ -270,7 +269,7 @@ def fit_to_data(config, data_meta: dict, resumed_meta: dict) -> None:
     if config.vocab_size is None:
         config.vocab_size = padded
     if config.vocab_size < needed:
-        raise ValueError(f"--vocab-size {config.vocab_size}: the data needs more; "
+        raise ValueError(f"--vocab-size {config.vocab_size}: {config.data} has a vocabulary of {needed}; "
                          f"pass {padded} or leave it out")
     if config.n_positions is None:
         config.n_positions = config.seq_len

@@ -2,6 +2,7 @@
 
     python examples/minimal.py data/stdlib/train.bin                  # a token file (uint16)
     python examples/minimal.py book.txt --recipe current --compile    # a text file: its bytes are the tokens
+    python examples/minimal.py book.txt --layers 4 --width 128 --batch 8 --length 128    # a size for a CPU
 
 To start a project of your own, copy this file, model_te_optimized.py and nanote/graphs.py into a folder, and
 te_reference.py for machines without a GPU. Weights are BF16 on a GPU; the optimizer keeps float32 masters.
@@ -64,6 +65,10 @@ else:
 split = len(tokens) * 9 // 10
 train_tokens = tokens[:split]
 validation_tokens = tokens[split:]
+if len(validation_tokens) <= options.length:
+    parser.exit(2, f"minimal.py: {options.data}: {len(tokens):,} tokens, but --length {options.length} needs "
+                f"{10 * options.length + 1:,}, a tenth of them for validation; take a longer text or a "
+                "smaller --length\n")
 device = "cuda" if torch.cuda.is_available() else "cpu"
 random = np.random.default_rng(1337)
 
@@ -154,17 +159,21 @@ def validation_loss(batches=8):
     return sum(losses) / batches
 
 
+parameters = sum(p.numel() for p in model.parameters())
+print(f"{device}: {parameters:,} parameters, {options.batch * options.length:,} tokens a step", flush=True)
 started = time.perf_counter()
 for step in range(1, options.steps + 1):
     for group in optimizer.param_groups:
         group["lr"].fill_(learning_rate(step))
     loss_and_norm = train(*get_batch(train_tokens))
-    if step % 100 == 0 or step == options.steps:
+    is_last = step == options.steps
+    if step == 1 or step % 10 == 0 or is_last:
         loss, norm = loss_and_norm.tolist()  # waits for the GPU
         seconds = time.perf_counter() - started
         speed = step * options.batch * options.length / seconds
-        print(f"step {step}  loss {loss:.4f}  norm {norm:.3f}  {speed:,.0f} tokens/s  "
-              f"validation {validation_loss():.4f}", flush=True)
+        print(f"step {step}  loss {loss:.4f}  norm {norm:.3f}  {speed:,.0f} tokens/s", flush=True)
+    if step % 100 == 0 or is_last:
+        print(f"step {step}  validation loss {validation_loss():.4f}", flush=True)
 
 # Plain tensors, the FP8 scales included. To read them:
 #     state = torch.load("minimal.pt", weights_only=True)

@@ -76,8 +76,20 @@ def find(path) -> Path:
     check_readable(path)
     folder = Path(path) if is_checkpoint(path) else latest(path)
     if folder is None or not folder.is_dir():
-        raise ValueError(f"{path}: holds no checkpoint; name another run, or train without --resume")
+        run = find_run_near(path)
+        example = f" ({run}, for example)" if run else ""
+        raise ValueError(f"{path}: holds no checkpoint; name a run that has one{example}, or train one: "
+                         "train.py without --resume")
     return folder
+
+
+def find_run_near(path) -> Path | None:
+    """Return a folder with a checkpoint among the parent of `path`, the folders in it and those beside it."""
+    parent = Path(path).parent
+    for folder in (parent, *sorted(Path(path).glob("*")), *sorted(parent.glob("*"))):
+        if any(is_checkpoint(step) for step in folder.glob("step-*")):
+            return folder
+    return None
 
 
 def check_readable(folder) -> None:

@@ -34,7 +34,8 @@ def run_command(main, prog: str) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # so that Ctrl-C in an import printed no traceback
+    sys.excepthook = sys.__excepthook__  # nanote/quiet_imports.py has changed it, and SIGINT's handler
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code, message = _call(main)
     try:

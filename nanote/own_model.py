@@ -133,17 +133,21 @@ def _check_field(name: str, text: str, config_class: type) -> None:
     if name in options:
         raise ValueError(f"--set {text}: is an option of train.py; pass {options[name]}")
     names = [field.name for field in dataclasses.fields(config_class) if field.name not in options]
-    if name not in names or "=" not in text:
-        raise ValueError(f"--set {text}: must be FIELD=VALUE; {config_class.__name__} has {', '.join(names)}")
+    if name not in names:
+        others = f"it has {', '.join(names)}" if names else "its fields are options of train.py; leave it out"
+        raise ValueError(f"--set {text}: {config_class.__name__} has no field {name}; {others}")
 
 
 def _read_field(text: str, annotation):
     """Return the value of FIELD=VALUE as JSON if that is of the field's type, else as text."""
-    value = text.partition("=")[2]
+    name, _, value = text.partition("=")
+    type_name = getattr(annotation, "__name__", annotation)
+    if "=" not in text:
+        raise ValueError(f"--set {text}: must be FIELD=VALUE; pass {name}=VALUE, of type {type_name}")
     for possible in (parse_texts(value), value):
         if fits_annotation(possible, annotation):
             return possible
-    raise ValueError(f"--set {text}: must be of type {getattr(annotation, '__name__', annotation)}")
+    raise ValueError(f"--set {text}: must be of type {type_name}")
 
 
 def fits_annotation(value, annotation) -> bool:

@@ -39,6 +39,14 @@ def is_interpreted() -> bool:
     return ENGINE == "fast" and not torch.cuda.is_available() and not te.unsupported_reason()
 
 
+def check_cpu() -> None:
+    """Raise ValueError unless the engine runs without a GPU."""
+    if IS_REFERENCE or is_interpreted():
+        return
+    given = "--device cpu" if torch.cuda.is_available() else f"NANOTE_ENGINE={ENGINE}"
+    raise ValueError(f"{given}: {ENGINES[ENGINE].package} needs a GPU; NANOTE_ENGINE=reference works")
+
+
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

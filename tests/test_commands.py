@@ -61,7 +61,9 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --lr 0", "--lr above"),
     ("train.py", f"{TRAIN} --cuda-graph on", "--cuda-graph GPU"),
     # shapes
-    ("train.py", f"{TRAIN} --vocab-size 256", "256 288"),
+    ("train.py", f"{TRAIN} --vocab-size 256", "256 tokens 257 288"),
+    ("train.py", f"{TRAIN} --vocab-size 300", "vocab_size=300 32 320"),
+    ("train.py", f"{TRAIN} --attention flash", "attention='flash' flash-attn-4 'sdpa'"),
     ("train.py", f"{TRAIN} --n-embd 72", "n_embd 80"),
     ("train.py", f"{TRAIN} --micro-batch-size 3 --seq-len 20", "60 4"),
     ("train.py", f"{TRAIN} --seq-len 64 --n-positions 32", "64 32"),
@@ -75,7 +77,10 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --out-dir file.txt/run", "file.txt"),
     ("train.py", "--resume --out-dir out/none", "out/none checkpoint"),
     ("train.py", "--config missing.yaml", "missing.yaml"),
-    ("sample.py", "out/none", "out/none checkpoint"),
+    ("sample.py", "out/none", "out/none checkpoint out/good train.py"),
+    ("sample.py", "out", "out: checkpoint out/good train.py"),
+    ("sample.py", "out/good/step-9", "out/good/step-9: checkpoint (out/good, train.py"),
+    ("sample.py", "none/here", "none/here: checkpoint train.py"),
     ("sample.py", "out/good --temperature -1", "--temperature -1"),
 ], ids=lambda value: value.replace(OPTIONS, "")[:60])
 def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, script, arguments, words):
@@ -88,7 +93,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, s
     ("train.py", f"{TRAIN} --max-step 1", "--max-step --max-steps"),
     ("train.py", "--preset gpt3", "gpt3 llama3-8b"), ("train.py", f"{TRAIN} stray", "stray"),
     ("train.py", "--config unknown.yaml", "max_stepz max_steps"),
-    ("sample.py", "", "run"), ("data.py", "", "stdlib text")])
+    ("sample.py", "", "RUN out/tiny"), ("data.py", "", "stdlib text")])
 def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, arguments, words):
     monkeypatch.chdir(world)
     before = tree()
@@ -153,6 +158,41 @@ def test_ctrl_c_in_an_import_of_any_command_is_silent(tmp_path, path):
     assert run_interrupted(path, tmp_path) == (-signal.SIGINT, "", "")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits
     assert run_interrupted(path, tmp_path) == (9, "", "")
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path.name != "doctor.py"],
+                         ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_without_packages_a_command_says_how_to_install(path):
+    """doctor.py needs none."""
+    command = [sys.executable, "-S", path, "--help"]  # -S: without site-packages
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = re.fullmatch(rf"{path}: needs the package (\w+), which is not installed: (.*)\n", done.stderr)
+    assert done.returncode == 2 and done.stdout == "" and line, done.stderr
+    package, installing = line.groups()
+    assert ("pip install pytest" if package == "pytest" else "pip install -r requirements.txt") in installing
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "benchmark_te.py"])
+@pytest.mark.parametrize("engine, line", [
+    ("tee", "NANOTE_ENGINE=tee: must be te, fast or reference; reference runs on any machine\n"),
+    ("te", "engine te: OSError('libcudnn.so.9'); NANOTE_ENGINE=reference works on any machine, ")],
+    ids=["unknown", "broken"])
+def test_an_engine_that_does_not_run_is_one_line(tmp_path, script, engine, line):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text("raise OSError('libcudnn.so.9')")
+    environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"{script}: {line}") and done.stderr.count("\n") == 1
+
+
+def test_a_mistake_in_the_code_of_a_command_keeps_its_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import nanote.absent\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "train.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "nanote.absent" in done.stderr
 
 
 def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):

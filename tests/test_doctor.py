@@ -102,6 +102,20 @@ def test_hopper_without_transformer_engine_has_fast_kernels(hopper):
     assert "begin with the first fix" in shown
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+@pytest.mark.parametrize("engine, line", [
+    ("tee", "fail  NANOTE_ENGINE=tee: must be te, fast or reference; "),
+    ("fast", "fail  NANOTE_ENGINE=fast: fast_kernels needs a GPU; ")])
+def test_an_engine_that_does_not_run_here_is_a_failure(engine, line, monkeypatch):
+    if engine == "fast":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("NANOTE_ENGINE", engine)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, shown = run()
+    assert code == 1 and line in shown and "\n      fix: unset NANOTE_ENGINE" in shown
+    assert shown.endswith("begin with the first fix\n")
+
+
 @pytest.mark.parametrize("body, words", [
     (f'raise ImportError("{OTHER_TORCH}")', "Transformer Engine was built for another PyTorch."),
     ("import os; os.kill(os.getpid(), 11)", "FP8: killed by signal 11"),
@@ -159,6 +173,9 @@ def test_the_messages_of_the_guide_have_their_answers():
     ("Supported flash-attn versions are >= 2.1.1, <= 2.8.3. Found flash-attn 2.9.", "does not use"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "--grad-accum"),
     ("cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms", "50304"),
+    ("CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(…, CUDA_R_16BF, …)`", "before Ampere"),
+    ("FP8: cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED", "A dimension of this FP8 GEMM"),
+    ("CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul(…, CUDA_R_8F_E4M3)`", "of this FP8 GEMM"),
     ("step 40: loss nan", "--fp8-recipe none"),
     ("RuntimeError: Refusing to load pickled Transformer Engine extra state for 'x'", "get_state"),
     ("FusedAdam does not support FP8 model weights with capturable=True.", "CUDA graph"),

@@ -424,7 +424,8 @@ def test_each_file_runs_beside_the_files_that_it_names(tmp_path):
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]
 
 
-WHAT_TO_COPY = "copy te_reference.py (any machine) or fast_kernels (Hopper) beside this file, or install TE"
+WHAT_TO_COPY = ("; NANOTE_ENGINE=reference works on any machine, with te_reference.py beside this file; "
+                "fast needs fast_kernels and a Hopper GPU, te needs TE")
 
 
 IMPORT = """
@@ -453,12 +454,13 @@ def import_errors(folder, imports, path=""):
 
 def test_a_bare_copy_says_what_is_missing_and_what_to_copy(tmp_path):
     of_engines = {"reference": "No module named 'te_reference'", "te": "transformer_engine",
-                  "fast": "fast_kernels", "tee": "KeyError('tee')"}
+                  "fast": "fast_kernels"}
     modules = [module for module, *_ in models.MODELS.values()]
     for module in modules:
         shutil.copy(ROOT / f"{module}.py", tmp_path)
     imports = [*((engine, "model_te_optimized") for engine in of_engines), *(("", name) for name in modules)]
-    lines = import_errors(tmp_path, imports)
+    *lines, line_of_tee = import_errors(tmp_path, [*imports, ("tee", "model_te_optimized")])
+    assert line_of_tee.startswith("ImportError: NANOTE_ENGINE=tee: must be te, fast or reference; reference ")
     for line, (engine, words) in zip(lines, of_engines.items()):
         assert line.startswith(f"ImportError: engine {engine}: ") and words in line and WHAT_TO_COPY in line
     for line in lines[len(of_engines):]:

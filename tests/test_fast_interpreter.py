@@ -3,6 +3,8 @@
 import pytest
 
 pytest.importorskip("triton")
+import benchmark_te
+import sample
 import train
 from fast_kernels import interpreter, modules
 from kernel_tools import HAS_GPU
@@ -15,8 +17,13 @@ def test_without_the_interpreter_the_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(recipes, "IS_REFERENCE", False)
     monkeypatch.setattr(recipes, "te", modules)
     monkeypatch.setattr(modules, "unsupported_reason", lambda: "there is no GPU here")
-    with pytest.raises(ValueError, match="--device cpu: fast_kernels.modules needs a GPU; set NANOTE_ENGINE"):
+    line = "^NANOTE_ENGINE=fast: fast_kernels needs a GPU; NANOTE_ENGINE=reference works$"
+    with pytest.raises(ValueError, match=line):
         train.prepare_cpu(2**20)
+    with pytest.raises(ValueError, match=line):
+        benchmark_te.main([])
+    with pytest.raises(ValueError, match=line):
+        sample.main(["out/run", "--score", "text.txt"])
 
 
 def test_install_is_refused_where_kernels_run_on_a_gpu(monkeypatch):

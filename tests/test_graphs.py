@@ -320,23 +320,43 @@ NO_GRAPHS = "def CudaGraph(function):\n    return function\n"
 def run_minimal(engine, recipe, graphs, folder):
     """Run examples/minimal.py beside the files that are copied for it. Return its loss, gradient norm and
     validation loss after 20 steps. graphs: the text of graphs.py."""
+    done = start_minimal(engine, recipe, graphs, folder, "te_reference.py")  # a text as good as another
+    assert done.returncode == 0, done.stderr
+    device, *lines = done.stdout.splitlines()
+    assert "parameters, 256 tokens a step" in device
+    assert [line.partition("  ")[0] for line in lines] == ["step 1", "step 10", "step 20", "step 20"]
+    figures = re.fullmatch(
+        r"step 20  loss (.*)  norm (.*)  .* tokens/s\nstep 20  validation loss (.*)", "\n".join(lines[2:]))
+    return [float(figure) for figure in figures.groups()]
+
+
+def start_minimal(engine, recipe, graphs, folder, corpus):
+    """Run examples/minimal.py for 20 steps; return the finished process."""
     for name in ("examples/minimal.py", "model_te_optimized.py", "te_reference.py"):
         shutil.copy(ROOT / name, folder)
     (folder / "graphs.py").write_text(graphs)
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # fast_kernels is in the first
     environment = os.environ | {"NANOTE_ENGINE": engine, "PYTHONPATH": os.pathsep.join(folders)}
     sizes = "--layers 1 --width 128 --batch 4 --length 64 --steps 20 --lr 1e-2"
-    corpus = "te_reference.py"  # a text as good as another
     command = [sys.executable, "minimal.py", corpus, "--recipe", recipe, *sizes.split()]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    line = re.fullmatch(r"step 20  loss (.*)  norm (.*)  .* tokens/s  validation (.*)\n", done.stdout)
-    return [float(figure) for figure in line.groups()]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_minimal_runs_beside_the_files_that_are_copied(tmp_path):
     loss, _, _ = run_minimal("reference", "delayed", GRAPHS, tmp_path)
     assert loss < 4, "ln 256 is 5.5"
+
+
+def test_minimal_refuses_a_text_that_is_too_short(tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_bytes(bytes(640))
+    done = start_minimal("reference", "delayed", GRAPHS, tmp_path, "short.txt")
+    assert done.returncode == 2 and not (tmp_path / "minimal.pt").exists()
+    assert done.stderr == (
+        "minimal.py: short.txt: 640 tokens, but --length 64 needs 641, a tenth of them for validation; "
+        "take a longer text or a smaller --length\n")
+    text.write_bytes(bytes(641))
+    assert start_minimal("reference", "delayed", GRAPHS, tmp_path, "short.txt").returncode == 0
 
 
 @gpu

@@ -224,8 +224,9 @@ def test_fields_that_are_no_options_are_set_and_stored(tokens, refused):
 
 
 @pytest.mark.parametrize("given, message", [
-    ("size=3", "--set size=3: must be FIELD=VALUE; PairConfig has window"),
-    ("window", "--set window: must be FIELD=VALUE; PairConfig has window"),
+    ("size=3", "--set size=3: PairConfig has no field size; it has window\n"),
+    ("window", "--set window: must be FIELD=VALUE; pass window=VALUE, of type int\n"),
+    ("window=3 --model te", "has no field window; its fields are options of train.py; leave it out\n"),
     ("window=wide", "--set window=wide: must be of type int"),
     ("window=2.5", "must be of type int"), ("window=true", "must be of type int"),
     ("n_embd=32", "--set n_embd=32: is an option of train.py; pass --n-embd"),

@@ -211,6 +211,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "runs in test_pairs.py": ["python bench/pairs.py --page"],
     "takes minutes or hours": [
         "OMP_NUM_THREADS=1 python train.py",
+        "OMP_NUM_THREADS=2 python train.py",
         "python bench/pairs.py",
         "python bench/compiled.py",
         "python bench/finetune.py --json results/finetune.json",
@@ -373,6 +374,17 @@ def test_a_command_is_parsed(command, monkeypatch):
     else:  # pip and pytest
         names = re.findall(r" (tests/\w+\.py|[\w-]+\.txt)", command)
         assert names and all((ROOT / name).exists() for name in names)
+
+
+def test_make_train_refuses_to_sample_another_run():
+    for arguments, code in (("--max-steps 50", 0), ("--out-dir other", 2), ("--out-dir=other", 2),
+                            ("--max-steps 50 --preset gpt2-124m", 2), ("--config mine.yaml", 2)):
+        command = ["make", "--dry-run", "train", f"ARGS={arguments}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code, arguments
+        if code:
+            assert done.stdout == "", "nothing is installed before"
+            assert done.stderr.count("\n") == 1 and f"python train.py {arguments}.  Stop." in done.stderr
 
 
 USAGE = re.compile(r"^    ((?:[A-Z_]+=\S+ )*(?:python|torchrun) .*)", re.M)

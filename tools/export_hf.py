@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
     # The logits are compared in float32. TE would run float32 GEMMs in TF32.
     os.environ.setdefault("NANOTE_ENGINE", "reference")
@@ -49,7 +49,8 @@ from tools.tensor_files import LazyTensors, RunWeights, optimized_name, read_jso
 
 @dataclass
 class ExportConfig:
-    run: tyro.conf.Positional[str]  # The folder of a run (its latest checkpoint), or a step-<n> folder in it.
+    # The folder of a run, such as out/tiny (its latest checkpoint), or a step-<n> folder in it.
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]  # The folder to create.
     # Type of the weights: auto keeps the checkpoint's; float32 uses the optimizer's masters if there are any.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
