@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import itertools
 import json
+import statistics
 
 import numpy as np
 from matplotlib import rc_context
@@ -22,7 +23,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench import gaps, measured
+from bench import gaps, kernel_times, measured
 from nanote import health
 from nanote.command import run_command
 
@@ -35,12 +36,17 @@ GRAY = "#707070"
 BLUE = "#0072b2"
 LIGHT_BLUE = "#56b4e9"
 ORANGE = "#d55e00"
+GREEN = "#009e73"
 
 STACK_COLORS = {"plain PyTorch": GRAY, "TE's modules": BLUE, "fast kernels": ORANGE}
 ATTENTION_KERNELS = {  # name of a row -> label, color
     "by hand": ("by hand", "silver"), "SDPA, FlashAttention 2": ("FlashAttention 2, of PyTorch", GRAY),
     "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", LIGHT_BLUE), "flash-attn 4": ("FlashAttention 4", BLUE),
     "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", ORANGE),
+}
+KERNEL_COLORS = {  # class of bench/kernel_times.py -> color
+    "GEMM": BLUE, "attention": LIGHT_BLUE, "norms and casts": GRAY, "copies": "black",
+    "optimizer": GREEN, "communication": ORANGE,
 }
 GAP_SIZES = {"124m": "124M", "350m": "350M", "modern": "124M, modern block"}  # size -> label
 WAITS_FOR_PYTHON = 1.1  # a step that takes this many times as long as its CUDA graph
@@ -223,6 +229,64 @@ def draw_attention(result, path):
     write_below(figure, f"""\
 causal; –: does not run; errors of the FP8 kernel: up to {100 * max(fp8_errors):.1f} %; \
 {result['machine']}, {result['date']}""")
+    figure.savefig(path)
+
+
+def mean_terms(row) -> dict:
+    """Return {term: ms, mean over ranks} of what a step together takes longer than a step alone."""
+    return {term: statistics.mean(rank["difference_ms"][term] for rank in row["ranks"])
+            for term in kernel_times.TERMS}
+
+
+def describe_difference(row) -> str:
+    """Return the durations of a step together and alone, and the terms of the difference."""
+    alone, together = (statistics.mean(rank["step_ms"][name] for rank in row["ranks"])
+                       for name in ("alone", "together"))
+    terms = sorted(mean_terms(row).items(), key=lambda item: -item[1])
+    listed = [f"{term} {ms:+.1f}" for term, ms in terms if abs(ms) >= 0.05]
+    return f"{row['parallel']}, {together:.1f} ms, alone {alone:.1f}: {', '.join(listed)}"
+
+
+def draw_ranks(axes, row):
+    """Draw two lanes for each rank: kernels that compute, and below them those that communicate."""
+    for rank, timeline in enumerate(row["timeline"]):
+        intervals = kernel_times.read_timeline(timeline)
+        for kind, color in KERNEL_COLORS.items():
+            bars = [(start / 1e3, duration / 1e3) for name, start, duration in intervals if name == kind]
+            lane = (rank + 0.55, 0.25) if kind == "communication" else (rank, 0.5)
+            axes.broken_barh(bars, lane, facecolors=color, lw=0)
+    axes.set_yticks([rank + 0.4 for rank in range(row["gpus"])],
+                    [f"GPU {rank}" for rank in range(row["gpus"])])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_title(describe_difference(row), fontsize=14, loc="left")
+
+
+@rc_context(FOR_A_TALK)
+def draw_rank_trace(rows, path):
+    """Draw a step on all GPUs, kernel by kernel, for each layout at the first row's shape."""
+    rows = [row for row in rows if "error" not in row]
+    rows = [row for row in rows if (row["shape"], row["gpus"]) == (rows[0]["shape"], rows[0]["gpus"])]
+    costs = []
+    for row in rows:
+        terms = mean_terms(row)
+        largest = max(terms, key=terms.get)
+        costs.append(f"{row['parallel']} {sum(terms.values()):+.1f} ms, the largest part {largest}")
+    title = f"What a step on {rows[0]['gpus']} GPUs takes longer than alone:\n" + "\n".join(costs)
+    lanes = [row["gpus"] for row in rows]
+    figure, axes = make_figure(
+        13, 3.4 + 0.5 * len(rows) + 0.55 * sum(lanes), title, 1 + len(rows), 1, height_ratios=[0.5, *lanes])
+    for row, axes_of_row in zip(rows, axes[1:]):
+        draw_ranks(axes_of_row, row)
+        axes_of_row.sharex(axes[1])
+    axes[-1].set_xlim(left=0)
+    axes[-1].set_xlabel("ms")
+    axes[0].axis("off")
+    handles = [Patch(color=color, label=kind) for kind, color in KERNEL_COLORS.items()]
+    axes[0].legend(handles=handles, loc="center", ncols=len(handles), fontsize=14)
+    write_below(figure, f"""\
+{rows[0]['shape']}, {rows[0]['recipe']} scaling; white: no kernel runs; differences in ms, means over the GPUs
+{origin_of_rows(rows[:1])}""")
     figure.savefig(path)
 
 

@@ -198,6 +198,10 @@ MISTAKES = {  # {command: (arguments, what its line says)}
         ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
         ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, fsdp"),
         ("--accum 0", "--accum 0: must be at least 1"), ("--steps 3", "--steps 3: must be at least 4")],
+    "bench/rank_trace.py": [
+        ("", "one process; start it with torchrun --nproc-per-node 2"),
+        ("--layouts nanogpt", "--layouts 'nanogpt': unknown; use ddp, fsdp"),
+        ("--steps 0", "--steps 0: must be at least 1"), ("--events none", "none: there is no such folder")],
     "bench/turns.py": [("OLD NEW --cases loops --json rows.json", "there is no GPU here")],
     "bench/edits.py": [("--steps 0", "--steps 0: must be at least 4")],
     "bench/compiled.py": [("--steps 0", "--steps 0: must be at least 4")],
