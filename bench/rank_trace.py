@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
-    import nanote.quiet_interrupt  # Ctrl-C while importing prints no traceback
+    import nanote.quiet_imports  # a missing package or Ctrl-C prints no traceback
 
 import contextlib
 import dataclasses
