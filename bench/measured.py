@@ -35,7 +35,7 @@ pages say what follows from them. `python bench/measured.py` writes this page fr
 """
 VERSION_0_1 = "7790ae8"
 BIASES_IN_GEMMS = "44b33a5"  # from this commit on model_te_fast.py adds a branch's bias before it rounds
-BEFORE_BIASES_IN_GEMMS = ("9291634",)  # earlier commits that trained whole runs
+BEFORE_BIASES_IN_GEMMS = ("374e0fe", "882fae7", "9291634")  # earlier commits that trained runs of paired.json
 # scripts, options and arms of stored commands that are gone; VERSION_0_1 has them
 GONE = ("bench/convergence.py", "--png", "--profile", "te_block", "hf-llama", "fsdp-keep", "ddp-all_reduce")
 SPEED = "{ratio:.3f} ({ratio_interval[0]:.3f} to {ratio_interval[1]:.3f})"
@@ -475,21 +475,28 @@ def read_whole_runs():
     return list(filter(gaps.is_whole_run, runs))
 
 
-def whole_run_groups(runs):
-    """Return the groups of whole runs, over corpora. Those of one arm and length are two if it was trained
-    before and after a change of rounding; the field `rounding` says which: see "The first update"."""
+def groups_by_rounding(runs):
+    """Return the groups of runs, over corpora. Those of one arm, length and window are two if they were
+    trained before and after a change of rounding, which the field `rounding` says: see "The first update"."""
     groups = []
     for rounding, is_in in {"before": True, "since": False}.items():
-        of_this = [run for run in runs
-                   if ((run.get("commit") or "")[:7] in BEFORE_BIASES_IN_GEMMS) == is_in]
+        of_this = [run for run in runs if is_before_change(run) == is_in]
         for group in gaps.groups_over_corpora(of_this):
             groups.append(group._replace(fields=group.fields | {"rounding": f"{rounding} {BIASES_IN_GEMMS}"}))
     return groups
 
 
+def is_before_change(run):
+    return short_commit(run) in BEFORE_BIASES_IN_GEMMS
+
+
+def short_commit(run):
+    return (run.get("commit") or "unknown")[:7]
+
+
 def whole_runs():
     runs = read_whole_runs()
-    groups = whole_run_groups(runs)
+    groups = groups_by_rounding(runs)
     rows = add_percents(add_seeds(gaps.rows_of(groups)))
     for row, group in zip(rows, groups):
         row["commits"] = commits_of(group.pairs)
@@ -539,7 +546,7 @@ def commits_of(pairs):
     "9291634 (85ce9021): +0.0543, +0.0604"."""
     differences = {}
     for run, baseline in pairs:
-        origin = f"{(run.get('commit') or 'unknown')[:7]} ({run['train_sha256'][:8]})"
+        origin = f"{short_commit(run)} ({run['train_sha256'][:8]})"
         difference = gaps.training_loss(run) - gaps.training_loss(baseline)
         differences.setdefault(origin, []).append(f"{difference:+.3f}")
     return "; ".join(f"{origin}: {', '.join(values)}" for origin, values in differences.items())
@@ -550,7 +557,7 @@ def is_of_whole_runs(command):
 
 
 def difference_over_run():
-    groups = [group for group in whole_run_groups(read_whole_runs()) if group.pairs]
+    groups = [group for group in groups_by_rounding(read_whole_runs()) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
     percent = 100 // gaps.SEGMENTS
     rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(gaps.SEGMENTS)]
@@ -709,20 +716,23 @@ def describe_differences(rows, part):
 
 
 def windows():
-    all_rows, all_runs = read_pairs()
-    rows = [row for row in find(add_seeds(all_rows), arm="fp8") if not gaps.is_whole_run(row)]
+    _, all_runs = read_pairs()
     runs = [run for run in all_runs if not gaps.is_whole_run(run)]
-    machines = {run["machine"] for run in runs}
-    for row in rows:
+    groups = [group for group in groups_by_rounding(runs) if group.fields["arm"] == "fp8"]
+    rows = add_seeds(gaps.rows_of(groups))
+    for row, group in zip(rows, groups):
         row["window"] = f"{row['start']:.0%} to {row['stop']:.0%}"
-    text = f"""GPT-2 124M, on {" and ".join(sorted(machines))}, corpus {corpora_of(runs)}. FP8 in one part of
-        the run, after BF16; both runs of a pair begin it with the same weights and moments and stop at its
-        end, where the losses are compared. In nats, with 95 % intervals over the seeds. A training loss is
-        the mean over as many steps as the last tenth of the run has."""
+        of_pairs = [run for run, _ in group.pairs]
+        row["cards"] = cards_of(of_pairs)
+        row["corpora"] = corpora_of(of_pairs)
     return section(
         "FP8 in a part of a run",
-        text, ["paired"],
-        {"tokens of the run": "{tokens:,}", "FP8 in": "{window}", "seeds": "{described_seeds}",
+        """GPT-2 124M. FP8 in one part of the run, after BF16; both runs of a pair begin it with the same
+        weights and moments and stop at its end, where the losses are compared. In nats, with 95 % intervals
+        over the seeds. A training loss is the mean over as many steps as the last tenth of the run has.""",
+        ["paired"],
+        {"tokens of the run": "{tokens:,}", "FP8 in": "{window}", "trained": "{rounding}", "on": "{cards}",
+         "corpus": "{corpora}", "seeds": "{described_seeds}",
          "skipped steps": "{skipped_steps}",
          "training loss above BF16's": "{training:+.4f} ({training_interval[0]:+.4f} to "
                                        "{training_interval[1]:+.4f})",
@@ -730,7 +740,7 @@ def windows():
          "validation loss": "{validation:+.4f} ({validation_interval[0]:+.4f} to "
                             "{validation_interval[1]:+.4f})",
          "evaluated in BF16": "{validation_without_fp8:+.4f}"},
-        sorted(rows, key=lambda row: (row["tokens"], row["start"])))
+        sorted(rows, key=lambda row: (row["tokens"], row["start"], row["rounding"])))
 
 
 def parts_of_last_quarter():
@@ -742,6 +752,7 @@ def parts_of_fp8(title, window, **of_runs):
     """Return the section that compares the arms of a window. window: what its text calls it."""
     _, all_runs = read_pairs()
     runs = find(all_runs, size="124m", **of_runs)
+    runs = [run for run in runs if not is_before_change(run)] or runs  # the newer ones, if there are any
     seeds = {run["seed"] for run in runs if run["arm"] not in ("bf16", "fp8")}
     runs = [run for run in runs if run["seed"] in seeds]
     groups = gaps.groups_of(runs)
@@ -750,7 +761,8 @@ def parts_of_fp8(title, window, **of_runs):
         row["saved"] = ", ".join(f"{saving:+.4f}" for saving in savings_of(row, groups))
     return section(
         title,
-        f"""As above, {window} in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on {cards_of(runs)}.
+        f"""As above, {window} in FP8, of seeds {", ".join(map(str, sorted(seeds)))} on {cards_of(runs)},
+        commit {" and ".join(sorted(set(map(short_commit, runs))))}.
         `fp8` is FP8 in all GEMMs; `fp8-gradients`, `-activations` and `-weights` round one operand of each
         GEMM alone, `fp8-no-operand` none; the others change one setting. In nats. Emulated arms have no
         speed; the runs of a pair did not take turns.""",

@@ -102,7 +102,7 @@ def draw_stack(rows, path):
 
 def draw_gap(axes, pairs, rounding, color):
     """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval. rounding: "since
-    44b33a5", see measured.whole_run_groups.
+    44b33a5", see measured.groups_by_rounding.
 
     The interval of two seeds would hide all else: a thin line for each in place of it and of the mean.
     """
@@ -132,7 +132,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     machines = set()
     whole_runs = [
         run for run in result["runs"] if gaps.is_whole_run(run) and not gaps.is_fine_tuning(run)]
-    for fields, pairs, _ in measured.whole_run_groups(whole_runs):
+    for fields, pairs, _ in measured.groups_by_rounding(whole_runs):
         if fields["arm"] == arm and pairs:
             draw_gap(axes, pairs, fields["rounding"], next(colors))
             machines |= {run["machine"] for run, _ in pairs}
