@@ -522,8 +522,8 @@ def whole_runs():
         difference, exp(difference / slope) times as many, and `to equal loss` counts them; its interval is
         that of the difference alone. Below the least slope they take longer than the arm's speed saves. The
         runs of a pair did not take turns. Commit {BIASES_IN_GEMMS} changed a rounding of `model_te_fast.py`
-        ([the first update](#the-first-update)), e70d90d that of fc1's bias. Pairs before and since also have
-        other seeds and another draw of the corpus.""",
+        ([the first update](#the-first-update)), e70d90d that of fc1's bias. Pairs before and since also read
+        other draws of the corpus.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "trained": "{rounding}",
          "seeds": "{described_seeds}",
@@ -557,23 +557,24 @@ def is_of_whole_runs(command):
 
 
 def difference_over_run():
-    groups = [group for group in groups_by_rounding(read_whole_runs()) if group.pairs]
+    runs = [run for run in read_whole_runs() if not is_before_change(run)]
+    groups = [group for group in gaps.groups_over_corpora(runs) if group.pairs]
     groups.sort(key=lambda group: (group.fields["size"], group.fields["tokens"]))
     percent = 100 // gaps.SEGMENTS
     rows = [{"part": f"{percent * part} % to {percent * (part + 1)} %"} for part in range(gaps.SEGMENTS)]
     columns = {"steps": "{part}"}
     for group in groups:
         fields = group.fields
-        title = (f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, {fields['rounding']}, "
+        title = (f"`{fields['arm']}`, {fields['size']}, {fields['tokens']:,} tokens, "
                  f"{len(group.pairs)} seeds")
         columns[title] = "{" + title + "}"
         for row, (mean, interval) in zip(rows, gaps.differences_over_run(group.pairs)):
             row[title] = with_interval(mean, interval)
     return section(
         "The difference over a run",
-        """Training loss above BF16's in each twentieth of the whole runs above, in nats: the mean over its
-        steps and over the seeds, with its 95 % interval ([picture](../results/loss_gap.png)). The interval
-        of few seeds is wide.""",
+        f"""Training loss above BF16's in each twentieth of the whole runs trained since {BIASES_IN_GEMMS}, in
+        nats: the mean over its steps and over the seeds, with its 95 % interval
+        ([picture](../results/loss_gap.png)).""",
         ["paired"], columns, rows, shows=is_of_whole_runs)
 
 
@@ -637,53 +638,6 @@ def fine_tuning():
                                       row["arm"])))
 
 
-LATE = "382 to 458"
-# {column: first and last step}
-ONE_SEED_PARTS = {
-    "step 2": (2, 2), "steps 191 to 267": (191, 267), LATE: (382, 458), "688 to 763": (688, 763)}
-ONE_SEED_COMMIT = "9291634"  # of the whole runs of these seeds
-
-
-def runs_of_one_seed():
-    """Return the section of results/one_seed.json and of the whole runs of its seeds."""
-    content = read("one_seed")
-    runs = list(content["runs"])
-    _, all_pairs = read_pairs()
-    for run in find(all_pairs, size="124m", tokens=100_007_936, start=0.0, stop=1.0):
-        if run["arm"] in ("bf16", "fp8") and run["commit"].startswith(ONE_SEED_COMMIT):
-            runs.append(run | {"run": "`fast_kernels`", "fp8": run["arm"] == "fp8"})
-    first_losses = {run["seed"]: run["losses"] for run in runs if run["arm"] == "bf16"}
-    rows = []
-    for run in runs:
-        differences = [own - first for own, first in zip(run["losses"], first_losses[run["seed"]])]
-        row = {"seed": run["seed"], "run": run["run"], "precision": "FP8" if run["fp8"] else "BF16",
-               "commit": run["commit"][:7], "val_loss": run["val_loss"]}
-        for part, (first_step, last_step) in ONE_SEED_PARTS.items():
-            row[part] = None
-            if last_step <= len(differences):
-                row[part] = statistics.mean(differences[first_step - 1:last_step])
-        rows.append(row)
-    rows.sort(key=lambda row: (row["seed"], row["precision"], row[LATE]))
-    of_kernels = describe_differences(rows, LATE)
-    for row in rows:
-        row |= {part: with_interval(row[part], None, "{:+.3f}") for part in ONE_SEED_PARTS}
-    return section(
-        "Runs of one seed",
-        f"""GPT-2 124M, 100 M tokens, corpus {corpora_of(content["runs"])}, on H200s. All runs of a seed begin
-        with the same weights and see the same batches. Mean training loss above that of the BF16 run on
-        `fast_kernels`, in nats. Runs without a last tenth were stopped after 60 % of the steps. After the
-        first update TE's modules lie higher by the same amount in both precisions: see "The first update".
-        Version 0.1 trained BF16 on TE's modules and FP8 on its own kernels, whose
-        losses begin as those of `fast_kernels`. In steps {LATE} FP8 lies above BF16 of the same kernels by:
-        {of_kernels}. The runs of commit {ONE_SEED_COMMIT} are those of the table of whole runs. Commit
-        {VERSION_0_1} is version 0.1, trained by its train.py; the others were trained by
-        {content["script"]}.""",
-        ["one_seed", "paired"],
-        {"seed": "{seed}", "run": "{run}", "precision": "{precision}", "commit": "{commit}",
-         **{part: "{" + part + "}" for part in ONE_SEED_PARTS}, "validation loss": "{val_loss:.4f}"},
-        rows)
-
-
 def first_update():
     content = read("first_update")
     before, after = "837129b", "44b33a5"
@@ -702,17 +656,6 @@ def first_update():
          "gradient norm": "{gradient_norm:.2f}", "second loss": "{second_loss:.4f}",
          "in `model_te_fast.py`": "{second_loss_in_model_te_fast:.4f}", "data": "{data}"},
         rows)
-
-
-def describe_differences(rows, part):
-    """Return how far FP8 lies above BF16 of the same kernels in a part: "TE +0.004; fast_kernels +0.054"."""
-    losses = {(row["seed"], row["run"], row["precision"]): row[part] for row in rows}
-    of_kernels = {}  # {run: differences, one per seed}
-    for (seed, run, precision), loss in losses.items():
-        if run != "version 0.1" and precision == "FP8" and (seed, run, "BF16") in losses:
-            difference = loss - losses[seed, run, "BF16"]
-            of_kernels.setdefault(run, []).append(f"{difference:+.3f}")
-    return "; ".join(f"{run} {', '.join(differences)}" for run, differences in of_kernels.items())
 
 
 def windows():
@@ -1022,7 +965,7 @@ def single_figures():
 
 SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
-    attention, memory, edits, whole_runs, difference_over_run, runs_of_one_seed, first_update, windows,
+    attention, memory, edits, whole_runs, difference_over_run, first_update, windows,
     parts_of_last_quarter,
     fine_tuning_speed, fine_tuning, compiled, compile_modes, several_gpus, gpt2_losses, small_losses,
     stability, accumulation, emulation, single_figures,

@@ -100,15 +100,14 @@ def draw_stack(rows, path):
     figure.savefig(path)
 
 
-def draw_gap(axes, pairs, rounding, color):
-    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval. rounding: "since
-    44b33a5", see measured.groups_by_rounding.
+def draw_gap(axes, pairs, color):
+    """Draw the mean gap over the seeds of a row of bench/paired.py, and its 95 % interval.
 
     The interval of two seeds would hide all else: a thin line for each in place of it and of the mean.
     """
     first_run, _ = pairs[0]
     size = GAP_SIZES.get(first_run["size"], first_run["size"])
-    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens, {rounding}"
+    label = f"{size}, {first_run['tokens'] / 1e6:.0f} M tokens"
     x = 100 * (np.arange(gaps.SEGMENTS) + 0.5) / gaps.SEGMENTS
     if len(pairs) < 3:
         for number, pair in enumerate(pairs):
@@ -124,17 +123,18 @@ def draw_gap(axes, pairs, rounding, color):
 @rc_context(FOR_A_TALK)
 def draw_loss_gap(result, path, arm="fp8"):
     """Draw the training loss of an arm minus that of BF16 over the run, a line per size and length of whole
-    runs in bench/paired.py's JSON."""
+    runs in bench/paired.py's JSON: of those since the last change of rounding."""
     title = "From the same first weights: what FP8 adds to the training loss"
     figure, axes = make_figure(12.5, 6.6, title)
     axes.axhline(0, color="black", lw=1)
     colors = itertools.cycle([ORANGE, BLUE, GRAY, LIGHT_BLUE])
     machines = set()
     whole_runs = [
-        run for run in result["runs"] if gaps.is_whole_run(run) and not gaps.is_fine_tuning(run)]
-    for fields, pairs, _ in measured.groups_by_rounding(whole_runs):
+        run for run in result["runs"] if gaps.is_whole_run(run) and not gaps.is_fine_tuning(run)
+        and not measured.is_before_change(run)]
+    for fields, pairs, _ in gaps.groups_over_corpora(whole_runs):
         if fields["arm"] == arm and pairs:
-            draw_gap(axes, pairs, fields["rounding"], next(colors))
+            draw_gap(axes, pairs, next(colors))
             machines |= {run["machine"] for run, _ in pairs}
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the run")
@@ -147,7 +147,7 @@ def draw_loss_gap(result, path, arm="fp8"):
     write_below(figure, f"""\
 both runs of a pair on the same batches; means over a {gaps.SEGMENTS}th of the steps; shaded: 95 % interval
 GPT-2; the learning rate falls by a cosine over each run, to a tenth; {', '.join(gpus)}
-commit {measured.BIASES_IN_GEMMS} changed a rounding; pairs before it have other seeds and another corpus""")
+trained since commit {measured.BIASES_IN_GEMMS}, which changed a rounding""")
     figure.savefig(path)
 
 

@@ -311,8 +311,8 @@ def paired_run(arm, seed, losses, tokens, size="124m", start=0.0):
 
 
 def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
-    """Windows, other arms and fine-tuning are not drawn. One or two seeds have a line each, three a mean and
-    a band."""
+    """Windows, other arms, fine-tuning and an earlier rounding are not drawn. One or two seeds have a line
+    each, three a mean and a band."""
     bf16 = [10 / step for step in range(1, 346)]
     runs = []
     for seed in (1, 2, 3):
@@ -330,6 +330,8 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
         figures.append(make_figure(*arguments, **options))
         return figures[-1]
 
+    for arm, gap in (("bf16", 0.0), ("fp8", 9.0)):
+        runs.append(paired_run(arm, 1, [2.0 + gap] * 100, 2e8) | {"commit": "9291634"})
     for seed in (1, 2):
         runs.append(paired_run("bf16", seed, bf16, 1e8, "modern"))
         runs.append(paired_run("fp8", seed, [loss + 0.2 * seed for loss in bf16], 1e8, "modern"))
@@ -339,9 +341,9 @@ def test_the_loss_gap_is_drawn_from_any_runs(tmp_path, monkeypatch):
     [(_, axes)] = figures
     lines = {line.get_label(): line.get_ydata() for line in axes.lines if "tokens" in line.get_label()}
     assert lines == {
-        "124M, 45 M tokens, since 44b33a5, mean of 3 pairs": pytest.approx([0.02] * gaps.SEGMENTS),
-        "350M, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.1] * gaps.SEGMENTS),
-        "124M, modern block, 100 M tokens, since 44b33a5, single pairs": pytest.approx([0.2] * gaps.SEGMENTS)}
+        "124M, 45 M tokens, mean of 3 pairs": pytest.approx([0.02] * gaps.SEGMENTS),
+        "350M, 100 M tokens, single pairs": pytest.approx([0.1] * gaps.SEGMENTS),
+        "124M, modern block, 100 M tokens, single pairs": pytest.approx([0.2] * gaps.SEGMENTS)}
     thin = [line.get_ydata() for line in axes.lines if line.get_linestyle() == "--"]
     assert thin == [pytest.approx([gap] * gaps.SEGMENTS) for gap in (0.1, 0.2, 0.4)]
     [band] = axes.collections  # the interval of the three seeds

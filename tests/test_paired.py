@@ -457,7 +457,7 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(monkeypatch):
 def test_measured_md_has_the_difference_over_a_run(monkeypatch):
     set_results(monkeypatch, whole_runs_of_two_lengths())
     titles, _, *rows = tables_of(measured.difference_over_run())
-    assert titles == ["steps", *(f"`fp8`, 124m, {tokens} tokens, since 44b33a5, 2 seeds"
+    assert titles == ["steps", *(f"`fp8`, 124m, {tokens} tokens, 2 seeds"
                                  for tokens in ("40,000", "80,000"))]
     assert [row[0] for row in rows] == [f"{5 * part} % to {5 * part + 5} %" for part in range(20)]
     for row in rows:
