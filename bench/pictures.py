@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages from the JSON in results/, five in all. Nothing is measured.
+"""Draw the pictures of the pages from the JSON in results/, six in all. Nothing is measured.
 
     python bench/pictures.py
 
@@ -297,7 +297,7 @@ def draw_health(result, path):
 PICTURES = {  # {name of the PNG in results/: (name of the JSON, function)}
     "stack": ("stack", draw_stack), "crossover": ("crossover", draw_crossover),
     "attention": ("attention", draw_attention), "fp8_health": ("fp8_health", draw_health),
-    "loss_gap": ("paired", draw_loss_gap),
+    "loss_gap": ("paired", draw_loss_gap), "rank_trace": ("rank_trace", draw_rank_trace),
 }
 
 
