@@ -789,6 +789,58 @@ def several_gpus():
         rows)
 
 
+def why_several_gpus_are_slower():
+    rows = read("rank_trace")
+    terms = ("slower kernels", "different kernels", "optimizer", "exposed communication", "idle")
+    for row in rows:
+        differences = [rank["difference_ms"] for rank in row["ranks"]]
+        row["sum"] = statistics.mean(sum(difference.values()) for difference in differences)
+        for term in terms:
+            row[term] = statistics.mean(difference[term] for difference in differences)
+        sent = []
+        for name, found in row["ranks"][0]["communication"].items():
+            if found["bytes"] > 1e5:
+                sent.append(f"{name} {found['bytes'] / 1e6:.0f} MB at {found['gb_per_s']:.0f} GB/s, "
+                            f"{found['channels']:.0f} SMs")
+        row["sent"] = "; ".join(sent)
+    return section(
+        "Why a step on several GPUs is slower",
+        """What a step together takes longer than one alone, in ms, from traces of the kernels of all GPUs.
+        The parts sum to `together - alone`, of five steps in a row under the profiler. `ms` are of steps
+        without it, which took turns: there the difference is larger, for a reason that the traces do not
+        show. `different kernels` are those that one step has and the other not, such as copies of FSDP2, and
+        GEMMs that write float32 gradients. `exposed` is communication while nothing computes, with what a GPU
+        waits for the others. The optimizer's part is negative: each GPU updates its share of the weights.
+        Figures are means over the GPUs. Bytes and rates are of the first GPU, without waiting; copies take no
+        SMs ([picture](../results/rank_trace.png)).""",
+        ["rank_trace"],
+        {"layout": "{parallel}", "GPUs": "{gpus} {gpu}", "shape": "{shape}", "ms alone": "{ms_one:.2f}",
+         "ms together": "{ms_all:.2f}", "together - alone": "{sum:+.2f}",
+         "slower kernels": "{slower kernels:+.2f}", "different kernels": "{different kernels:+.2f}",
+         "optimizer": "{optimizer:+.2f}", "exposed": "{exposed communication:+.2f}", "idle": "{idle:+.2f}",
+         "sent by a GPU": "{sent}"},
+        rows)
+
+
+def orders_of_summation():
+    content = read("order_scatter")
+    by_run = {}
+    for row in content["rows"]:
+        by_run.setdefault((row["run"], row["gpus"]), []).append(row["distance"])
+    rows = [{"run": run, "gpus": gpus, "mean": statistics.mean(distances),
+             "distances": ", ".join(f"{distance:.4f}" for distance in distances)}
+            for (run, gpus), distances in by_run.items()]
+    return section(
+        "Losses in another order of summation",
+        """A small GPT in FP8, 30 steps of 16 sequences: how far the losses of a run lie from those of one GPU
+        with all sequences in one micro-batch, the mean over the steps, with the same first weights. A run of
+        `8 x 2` has 8 micro-batches of 2 sequences; on two GPUs each has its own. Script: bench/order_scatter.py of
+        commit 6e3fdc9.""",
+        ["order_scatter"],
+        {"run": "{run}", "GPUs": "{gpus}", "mean": "{mean:.4f}", "seeds 1, 2, 3": "{distances}"},
+        rows)
+
+
 # ---------------------------------------------------------------- does FP8 learn as much?
 
 LOSSES = {
@@ -967,7 +1019,8 @@ SECTIONS = [
     speed, parts, nanogpt, bf16, loops, crossover, formats, rewritten_trainer, fast_engine, later_commits,
     attention, memory, edits, whole_runs, difference_over_run, first_update, windows,
     parts_of_last_quarter,
-    fine_tuning_speed, fine_tuning, compiled, compile_modes, several_gpus, gpt2_losses, small_losses,
+    fine_tuning_speed, fine_tuning, compiled, compile_modes, several_gpus, why_several_gpus_are_slower,
+    orders_of_summation, gpt2_losses, small_losses,
     stability, accumulation, emulation, single_figures,
 ]
 

@@ -285,7 +285,8 @@ def draw_rank_trace(rows, path):
     handles = [Patch(color=color, label=kind) for kind, color in KERNEL_COLORS.items()]
     axes[0].legend(handles=handles, loc="center", ncols=len(handles), fontsize=14)
     write_below(figure, f"""\
-{rows[0]['shape']}, {rows[0]['recipe']} scaling; white: no kernel runs; differences in ms, means over the GPUs
+{rows[0]['shape']}, {rows[0]['recipe']} scaling; white: no kernel runs
+differences in ms, means over the GPUs, of steps under the profiler
 {origin_of_rows(rows[:1])}""")
     figure.savefig(path)
 

@@ -236,7 +236,8 @@ needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs fou
 FOUR_STEPS = 30
 FOUR_OPTIONS = f"{OPTIONS} --max-steps {FOUR_STEPS} --checkpoint-interval 15"
 ORDERS = {  # of summation, on one GPU: "one" in one micro-batch
-    "one": ONE, "quarters": f"{QUARTER} --grad-accum 4", "eighths": f"{EIGHTH} --grad-accum 8"}
+    "one": ONE, "quarters": f"{QUARTER} --grad-accum 4", "eighths": f"{EIGHTH} --grad-accum 8",
+    "sixteenths": "--micro-batch-size 1 --grad-accum 16"}
 ON_FOUR = {
     "ddp": QUARTER, "ddp-accum": f"{EIGHTH} --grad-accum 2",
     "fsdp": f"{QUARTER} --parallel fsdp",
@@ -273,10 +274,11 @@ def printed_on_four(tmp_path_factory, tokens):
 @pytest.mark.parametrize("precision", BY_PRECISION)
 @pytest.mark.parametrize("run", [*ON_FOUR, *AS_TWO_MACHINES])
 def test_four_gpus_train_as_one(printed_on_four, run, precision):
-    """The tolerance is how far two orders of summation on one GPU are from a third. In FP8 scales are updated
-    once a micro-batch, too."""
+    """The tolerance is how far other orders of summation on one GPU are from "one". In FP8 scales are updated
+    once a micro-batch, too, and the distance of an order differs fourfold from seed to seed."""
     one = f"{precision}-one"
-    scatter = max(distance(f"{precision}-{other}", one) for other in ("quarters", "eighths"))
+    orders = [order for order in ORDERS if order != "one"]
+    scatter = max(distance(f"{precision}-{order}", one) for order in orders)
     factor = 3 if precision == "fp8" else 2
     assert distance(f"{precision}-{run}", one) <= factor * scatter
     assert metrics(f"{precision}-{run}")[0]["loss"] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)

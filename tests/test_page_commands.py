@@ -233,6 +233,7 @@ PARSED = {  # by their program, or the files that they name exist; the key says 
     "needs several GPUs": [
         ON_TWO_GPUS,  # with which it runs
         "torchrun --nproc-per-node 4 bench/multi_gpu.py --layouts ddp fsdp",
+        "torchrun --nproc-per-node 2 bench/rank_trace.py --json mine.json",
         "pytest -m multigpu tests/test_multi_gpu.py",
         "torchrun --nproc-per-node 8 train.py --preset gpt2-350m --data data/TinyStories-gpt2",
         "torchrun --nproc-per-node 8 train.py --preset gpt2-1.5b --data data/TinyStories-gpt2 "
