@@ -834,8 +834,8 @@ def orders_of_summation():
         "Losses in another order of summation",
         """A small GPT in FP8, 30 steps of 16 sequences: how far the losses of a run lie from those of one GPU
         with all sequences in one micro-batch, the mean over the steps, with the same first weights. A run of
-        `8 x 2` has 8 micro-batches of 2 sequences; on two GPUs each has its own. Script: bench/order_scatter.py of
-        commit 6e3fdc9.""",
+        `8 x 2` has 8 micro-batches of 2 sequences; on two GPUs each has its own. Script:
+        bench/order_scatter.py of commit 6e3fdc9.""",
         ["order_scatter"],
         {"run": "{run}", "GPUs": "{gpus}", "mean": "{mean:.4f}", "seeds 1, 2, 3": "{distances}"},
         rows)
