@@ -14,10 +14,10 @@ class Arm:
     options: dict = field(default_factory=dict)  # of train.py, beside those of the size
     replaces_functions: bool = False  # bench/fp8_arms.py says which
     is_emulated: bool = False  # its GEMMs or roundings, so that its speed means nothing
-    has_other_model: bool = False  # than the baseline where that is model_te_fast.py
+    has_other_model: bool = False  # the runs of a pair may then differ in the model that they train
 
 
-FAST = dict(model="fast")
+FAST = dict(model="fast")  # whose functions the arm replaces
 ARMS = {
     BASELINE: Arm(dict(fp8_recipe="none")),
     "fp8": Arm(),
@@ -38,8 +38,9 @@ ARMS = {
     "fp8-gradients": Arm(FAST, replaces_functions=True, is_emulated=True),
     # both operands in BF16: FP8's kernels around the GEMMs
     "fp8-no-operand": Arm(FAST, replaces_functions=True, is_emulated=True),
-    # no fast accumulation in dgrad, as in Transformer Engine, or in the forward pass, where TE has it
+    # dgrad without fast accumulation, as in Transformer Engine
     "fp8-dgrad-float32": Arm(FAST, replaces_functions=True),
+    # the forward pass without it, where Transformer Engine has it
     "fp8-forward-float32": Arm(FAST, replaces_functions=True),
     # scales start at 1; else the first batch finds them
     "fp8-scales-1": Arm(replaces_functions=True),

@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The runs of a row: those of an arm that differ in their seed alone, one per seed, or of
+    """The runs of a row: those of an arm that differ in their seed alone. There is one pair per seed; of
     `groups_over_corpora` one per seed and token files."""
 
     fields: dict  # "arm" and those of PAIR_FIELDS that the runs have

@@ -1,10 +1,11 @@
-"""From the kernels of a training step, alone and on several GPUs, to what its time goes to.
+"""What the time of a training step goes to, alone and on several GPUs, from its kernels.
 
 bench/rank_trace.py records the kernels; nothing here needs a GPU. `summarize` makes the figures of a row.
 
 At each instant a GPU computes, if a kernel runs that does not communicate; else it communicates, if one runs
-that does: this communication is exposed; else it is idle. Kernels that run at the same time share it equally.
-So the times of a step add up to its duration, and the differences between two steps to the difference.
+that does: this communication is exposed; else it is idle. Kernels that run at the same time share that time
+equally. So the times of a step add up to its duration, and their differences between two steps to the
+difference of these.
 """
 import re
 import statistics
@@ -19,7 +20,7 @@ CLASSES = {  # class of kernels -> regular expression for their names; the first
     "GEMM": "nvjet|gemm|cutlass|cublas|splitk|xmma",
     "copies": "memcpy|memset|copy|catarray|chunk_cat|fillfunctor",
     "optimizer": "^_adam|^_squares|multi_tensor",
-    "norms and casts": "",  # activations, loss and embedding, too
+    "other": "",  # norms, casts, activations, the loss, the embedding
 }
 LAST_KERNEL = "_adam"  # of a step: one for each parameter group
 COLLECTIVES = "AllGather|ReduceScatter|AllReduce|Broadcast|barrier"
@@ -49,8 +50,8 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(trace: dict) -> list[Kernel]:
-    """Return the kernels and copies of PyTorch's Chrome trace, by their starts. All ranks of a machine have
-    one clock."""
+    """Return the kernels and copies of PyTorch's Chrome trace, by their starts. All ranks read
+    one clock; `clock_offsets` finds what is left between them."""
     base = trace.get("baseTimeNanoseconds", 0)
     kernels = []
     for event in trace["traceEvents"]:

@@ -506,24 +506,25 @@ def whole_runs():
         row["more_tokens"] = "-"
         if row["speed_to_equal_loss"]:
             row["more_tokens"] = f"{100 * (row['speed'] / row['speed_to_equal_loss'] - 1):.1f}"
-        row["least_slope"] = "-"
+        row["break_even_slope"] = "-"
         if row["seeds"] and row["speed"] and row["speed"] > 1:
-            row["least_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
+            row["break_even_slope"] = f"{row['training'] / math.log(row['speed']):.2f}"
         savings = [] if row["arm"] == "fp8" else savings_of(row, groups)
         row["saving"] = with_interval(gaps.mean_of(savings), gaps.interval_of(savings))
     return section(
         "FP8 in whole runs",
         f"""GPT-2 from random weights, on {cards_of(runs)}, in nats, with 95 % intervals over the pairs. Both
-        runs of a pair begin with the same weights and read the same tokens. Commits are of the pairs, each
-        with its draw of the corpus: the packages of another machine. A training loss is the mean over the
-        last tenth of the steps. A step is skipped if its gradient norm is not finite. `saves`: how much lower
-        the arm's training loss is than that of `fp8`, over the seeds of both. The slope is the fall of BF16's
-        training loss between two lengths over the log of their ratio. `more tokens` is what makes up for the
-        difference, exp(difference / slope) times as many, and `to equal loss` counts them; its interval is
-        that of the difference alone. Below the least slope they take longer than the arm's speed saves. The
-        runs of a pair did not take turns. Commit {BIASES_IN_GEMMS} changed a rounding of `model_te_fast.py`
-        ([the first update](#the-first-update)), e70d90d that of fc1's bias. Pairs before and since also read
-        other draws of the corpus.""",
+        runs of a pair begin with the same weights and read the same tokens. `commits` has those of the pairs,
+        each with the corpus that they read, packages of one machine, and the differences by seed. A training
+        loss is the mean over the last tenth of the steps. A step is skipped if its gradient norm is not
+        finite. `saves`: how much lower the arm's training loss is than that of `fp8`, over the seeds of both.
+        The slope is the fall of BF16's training loss between two lengths over the log of their ratio. `more
+        tokens` is what makes up for the difference, exp(difference / slope) times as many, and `to equal
+        loss` counts them; its interval is that of the difference alone. Below the break-even slope these
+        tokens take longer than the arm's speed saves. The runs of a pair did not take turns. Commit
+        {BIASES_IN_GEMMS} changed a rounding of `model_te_fast.py` ([the first update](#the-first-update)),
+        e70d90d that of fc1's bias: it lies between 44b33a5 and 08af75d. Pairs before and since also read
+        other corpora.""",
         ["paired"],
         {"arm": "`{arm}`", "size": "{size}", "tokens": "{tokens:,}", "trained": "{rounding}",
          "seeds": "{described_seeds}",
@@ -536,16 +537,16 @@ def whole_runs():
          "validation loss in %": "{validation_in_percent}",
          "evaluated in BF16": "{validation_without_fp8:+.4f}", "× BF16's speed": "{speed:.2f}",
          "more tokens, %": "{more_tokens}", "to equal loss": "{equal_loss}",
-         "least slope": "{least_slope}",
+         "break-even slope": "{break_even_slope}",
          "slope, nats per e-fold of tokens": "{described_slope}"},
         sorted(rows, key=lambda row: (row["size"], row["tokens"])), shows=is_of_whole_runs)
 
 
 def commits_of(pairs):
-    """Return the commits of pairs, their draws of the corpus and the differences of their training losses:
+    """Return the commits of pairs, their corpora, and the differences of their training losses by seed:
     "9291634 (85ce9021): +0.0543, +0.0604"."""
     differences = {}
-    for run, baseline in pairs:
+    for run, baseline in sorted(pairs, key=lambda pair: pair.run["seed"]):
         origin = f"{short_commit(run)} ({run['train_sha256'][:8]})"
         difference = gaps.training_loss(run) - gaps.training_loss(baseline)
         differences.setdefault(origin, []).append(f"{difference:+.3f}")
@@ -805,17 +806,17 @@ def why_several_gpus_are_slower():
         row["sent"] = "; ".join(sent)
     return section(
         "Why a step on several GPUs is slower",
-        """What a step together takes longer than one alone, in ms, from traces of the kernels of all GPUs.
-        The parts sum to `together - alone`, of five steps in a row under the profiler. `ms` are of steps
-        without it, which took turns: there the difference is larger, for a reason that the traces do not
-        show. `different kernels` are those that one step has and the other not, such as copies of FSDP2, and
-        GEMMs that write float32 gradients. `exposed` is communication while nothing computes, with what a GPU
-        waits for the others. The optimizer's part is negative: each GPU updates its share of the weights.
-        Figures are means over the GPUs. Bytes and rates are of the first GPU, without waiting; copies take no
-        SMs ([picture](../results/rank_trace.png)).""",
+        """What a step on all GPUs takes longer than one alone, in ms. `timed` are steps that took turns.
+        `traced` is the difference of five steps in a row under the profiler, which is smaller, for a reason
+        that the traces do not show; the columns after it sum to it. `different kernels` are those that one
+        step has and the other not, such as copies of FSDP2, and GEMMs that write float32 gradients. `exposed`
+        is communication while nothing computes, with what a GPU waits for the others. The optimizer's part is
+        negative: each GPU updates its share of the weights. Figures are means over the GPUs, which differ by
+        up to 1 ms. Bytes and rates are of the first GPU, without waiting; copies take no SMs
+        ([picture](../results/rank_trace.png)).""",
         ["rank_trace"],
-        {"layout": "{parallel}", "GPUs": "{gpus} {gpu}", "shape": "{shape}", "ms alone": "{ms_one:.2f}",
-         "ms together": "{ms_all:.2f}", "together - alone": "{sum:+.2f}",
+        {"layout": "{parallel}", "GPUs": "{gpus} {gpu}", "shape": "{shape}", "alone, timed": "{ms_one:.2f}",
+         "together, timed": "{ms_all:.2f}", "difference, traced": "{sum:+.2f}",
          "slower kernels": "{slower kernels:+.2f}", "different kernels": "{different kernels:+.2f}",
          "optimizer": "{optimizer:+.2f}", "exposed": "{exposed communication:+.2f}", "idle": "{idle:+.2f}",
          "sent by a GPU": "{sent}"},

@@ -8,9 +8,9 @@
     python bench/paired.py --init-from out/base --data data/mine --lr 1e-4    # fine-tune a run of train.py
     python bench/paired.py --init-from out/base --data data/mine --lr 1e-3 --lora-rank 16 --arms fp8-frozen
 
-Single runs scatter by 1 % of the loss, mostly by their first weights and the order of their batches. A pair
-has both in common, so its difference scatters less; that of the training losses, means over many steps of the
-same batches, least.
+From one checkpoint the two runs of a pair differ far less than two seeds do: they have the same weights and
+batches. Over a whole run they drift apart, and their differences scatter by about 1 % of the loss, hardly
+less than single runs. So whole runs need many pairs.
 
 A run consists of parts. The arm trains the window, from `start` to `stop`; the rest is BF16:
 
@@ -26,11 +26,11 @@ share what comes before the window. Of --tokens 45e6 --start 0.75 --stop 1:
             fp8-259-344                                             that of the arm
 
 A part begins with the weights and moments of the part before it, and finds FP8's scales on its first batch.
-nanoGPT's weights and moments are the kit's under other names. All arms train with train.py's own step; they
-are in bench/arms.py.
+The arm nanogpt loads the kit's weights and moments by their names in nanoGPT. All arms train with train.py's
+own step; they are in bench/arms.py.
 
 With --init-from all runs begin with the weights of the base, a run of train.py or its step-<n>. With
---lora-rank both runs of a pair train adapters alone, by the edit `lora`.
+--lora-rank both runs of a pair train only adapters, by the edit `lora`.
 
 Each GPU trains its share of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its
 state, and the same command continues it, with the scales too. The state of a part, about 1.5 GB for 124m,
@@ -39,8 +39,8 @@ stays in --out-dir; without it the same command trains the part again.
 The JSON is written after each run. It has in `runs` a record per complete run, with the loss of each step.
 From all of them bench/gaps.py makes `rows`: differences with their intervals, and how much faster an arm is
 at the loss of BF16. Two runs are a pair only if they are of one machine, commit, PyTorch and model, and
-shared everything before the window; the script prints every run that it leaves out. So name another --out-dir
-after a new commit: BF16 is then trained with it, too.
+shared everything before the window; the script prints every run that it leaves out. After a new
+commit use another --out-dir, so that BF16 is trained with it, too.
 
 The runs of a pair train one after the other, not in turns: the GPU's clock may differ between them.
 """

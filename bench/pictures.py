@@ -45,7 +45,7 @@ ATTENTION_KERNELS = {  # name of a row -> label, color
     "te.DotProductAttention, FP8": ("cuDNN in FP8, of TE", ORANGE),
 }
 KERNEL_COLORS = {  # class of bench/kernel_times.py -> color
-    "GEMM": BLUE, "attention": LIGHT_BLUE, "norms and casts": GRAY, "copies": "black",
+    "GEMM": BLUE, "attention": LIGHT_BLUE, "other": GRAY, "copies": "black",
     "optimizer": GREEN, "communication": ORANGE,
 }
 GAP_SIZES = {"124m": "124M", "350m": "350M", "modern": "124M, modern block"}  # size -> label
@@ -272,7 +272,7 @@ def draw_rank_trace(rows, path):
         terms = mean_terms(row)
         largest = max(terms, key=terms.get)
         costs.append(f"{row['parallel']} {sum(terms.values()):+.1f} ms, the largest part {largest}")
-    title = f"What a step on {rows[0]['gpus']} GPUs takes longer than alone:\n" + "\n".join(costs)
+    title = f"What a step on {rows[0]['gpus']} GPUs takes longer than alone, in a trace:\n" + "\n".join(costs)
     lanes = [row["gpus"] for row in rows]
     figure, axes = make_figure(
         13, 3.4 + 0.5 * len(rows) + 0.55 * sum(lanes), title, 1 + len(rows), 1, height_ratios=[0.5, *lanes])

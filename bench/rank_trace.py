@@ -14,12 +14,12 @@ terms sum to what a step together takes longer than a step alone:
 - exposed communication  no kernel computes meanwhile; it includes waiting for the slowest rank
 - idle                   no kernel runs
 
-A step lasts from the end of an update to the end of the next one. The profiler slows steps down, so ms_one,
-ms_all and efficiency are measured without it. Of a row of communication, `waits` is the time between the
-start of a collective's kernel and that of the last rank, which `GB/s` leaves out, and `SMs` the largest
-number of its thread blocks. The bytes that a rank sends are those of rings, for the collectives that a step
-calls, and of the copies of nanote/peers.py. A row that fails has an error, and the next one follows.
---events keeps what was recorded: `make_row` makes the row of it again.
+A step lasts from the end of an update to the end of the next one. Steps under the profiler differ from others
+by up to 2 ms, in both directions, so ms_one, ms_all and efficiency are measured without it. Of a row of
+communication, `waits` is the time between the start of a collective's kernel and that of the last rank, which
+`GB/s` leaves out, and `SMs` the largest number of its thread blocks. The bytes that a rank sends are those of
+rings, for the collectives that a step calls, and of the copies of nanote/peers.py. A row that fails has an
+error, and the next one follows. --events keeps what was recorded: `make_row` makes the row of it again.
 """
 import sys
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Let a command whose imports fail, or are interrupted, end without a traceback.
 
 Each command imports this first. Ctrl-C during the imports, which take seconds, ends it silently; a missing
-package, or an engine that does not run here, is one line and exit code 2. `run_command` ends both. SIGINT
-that is ignored, as under nohup, stays ignored. This imports the standard library alone.
+package, or an engine that does not run here, is one line and exit code 2. `run_command` restores Python's
+excepthook and SIGINT handler. SIGINT that is ignored, as under nohup, stays ignored. This imports the
+standard library alone.
 """
 import re
 import signal
@@ -25,12 +26,12 @@ def how_to_install(package: str) -> str:
 def print_import_error(error_class, error, traceback) -> None:
     """Print one line for a missing package or engine, and exit with code 2; else print the traceback."""
     line = ""
-    if isinstance(error, ImportError) and error.name is None:  # not of Python itself: it says what to do
+    if isinstance(error, ImportError) and error.name is None:  # raised by the kit: it says what to do
         line = str(error)
     elif isinstance(error, ModuleNotFoundError):
         package, _, _ = error.name.partition(".")
-        if installing := how_to_install(package):
-            line = f"needs the package {package}, which is not installed: {installing}"
+        if hint := how_to_install(package):
+            line = f"needs the package {package}, which is not installed: {hint}"
     if not line:  # not a user's mistake
         sys.__excepthook__(error_class, error, traceback)
         return

@@ -447,10 +447,10 @@ def test_measured_md_has_whole_runs_and_diverged_seeds(monkeypatch):
         ("`fp8-head-bf16`", "40,000", "2", "0"), ("`fp8`", "80,000", "2", "0")]
     assert rows[0]["to equal loss"] == "1.96 (1.79 to 2.14)"
     assert rows[0]["more tokens, %"] == "2.1"  # exp(0.015 / slope), slope = 0.5 / log(2)
-    assert rows[0]["least slope"] == "0.02"  # 0.015 / log(2)
+    assert rows[0]["break-even slope"] == "0.02"  # 0.015 / log(2)
     assert rows[0]["in %"] == "+0.75 (-2.43 to +3.93)"  # of 2.0
     assert rows[0]["validation loss in %"] == "+0.60 (-1.94 to +3.14)"  # of 2.5
-    assert rows[1]["in %"] == rows[1]["least slope"] == "-"
+    assert rows[1]["in %"] == rows[1]["break-even slope"] == "-"
     assert [row["saves"] for row in rows] == ["-", "-", "+0.0075 (-0.0243 to +0.0393)", "-"]
 
 
