@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.arms import ARMS, BASELINE
+from bench.arms import ARMS, BASELINE, Arm
 from bench.report import markdown
 
 # Fields, besides the seed, that both runs of a pair share. Only records of fine-tuning have the last two.
@@ -98,6 +98,11 @@ def baseline_of(run: dict, baselines: dict) -> dict | None:
     return candidates[-1] if candidates else None
 
 
+def arm_of(run: dict) -> Arm:
+    """Return the arm of a record or a row; of an arm that is gone one without options."""
+    return ARMS.get(run["arm"], Arm())
+
+
 def origin_of(run: dict) -> dict:
     """Return {name of SAME_ORIGIN: value}. Uncommitted changes do not count, since the JSON may be one."""
     origin = {name: run.get(name) for name in SAME_ORIGIN}
@@ -110,7 +115,7 @@ def other_origin(run: dict, baseline: dict) -> str:
     """Return which of SAME_ORIGIN differs from BF16's, "" if none does."""
     other = origin_of(baseline)
     for name, value in origin_of(run).items():
-        is_by_design = name == "model" and ARMS[run["arm"]].has_other_model
+        is_by_design = name == "model" and arm_of(run).has_other_model
         if value != other[name] and not is_by_design:
             return name
     return ""
@@ -173,7 +178,7 @@ def row_of(group: Group) -> dict:
         "validation": mean_of(validation), "validation_interval": interval_of(validation),
         "validation_without_fp8": mean_of(without_fp8),
         "validation_without_fp8_interval": interval_of(without_fp8),
-        "speed": None if ARMS[group.fields["arm"]].is_emulated else median_speed(pairs)}
+        "speed": None if arm_of(group.fields).is_emulated else median_speed(pairs)}
 
 
 def rows_of(groups: list[Group]) -> list[dict]:

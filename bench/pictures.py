@@ -270,8 +270,9 @@ def draw_rank_trace(rows, path):
     costs = []
     for row in rows:
         terms = mean_terms(row)
-        largest = max(terms, key=terms.get)
-        costs.append(f"{row['parallel']} {sum(terms.values()):+.1f} ms, the largest part {largest}")
+        timed = row["ms_all"] - row["ms_one"]
+        costs.append(f"{row['parallel']} {sum(terms.values()):+.1f} ms (timed {timed:+.1f}), "
+                     f"mostly {max(terms, key=terms.get)}")
     title = f"What a step on {rows[0]['gpus']} GPUs takes longer than alone, in a trace:\n" + "\n".join(costs)
     lanes = [row["gpus"] for row in rows]
     figure, axes = make_figure(

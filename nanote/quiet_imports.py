@@ -23,15 +23,22 @@ def how_to_install(package: str) -> str:
     return ""
 
 
+def is_raised_by_the_kit(traceback) -> bool:
+    """Return whether code of the kit has raised an error, not that of a package."""
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    path = Path(traceback.tb_frame.f_code.co_filename)
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts
+
+
 def print_import_error(error_class, error, traceback) -> None:
     """Print one line for a missing package or engine, and exit with code 2; else print the traceback."""
     line = ""
-    if isinstance(error, ImportError) and error.name is None:  # raised by the kit: it says what to do
-        line = str(error)
-    elif isinstance(error, ModuleNotFoundError):
-        package, _, _ = error.name.partition(".")
-        if hint := how_to_install(package):
-            line = f"needs the package {package}, which is not installed: {hint}"
+    if isinstance(error, ImportError) and error.name is None and is_raised_by_the_kit(traceback):
+        line = str(error)  # which says what to do
+    elif isinstance(error, ModuleNotFoundError) and "." not in error.name:  # else a part of it is missing
+        if hint := how_to_install(error.name):
+            line = f"needs the package {error.name}, which is not installed: {hint}"
     if not line:  # not a user's mistake
         sys.__excepthook__(error_class, error, traceback)
         return

@@ -187,12 +187,15 @@ def test_an_engine_that_does_not_run_is_one_line(tmp_path, script, engine, line)
     assert done.stderr.startswith(f"{script}: {line}") and done.stderr.count("\n") == 1
 
 
-def test_a_mistake_in_the_code_of_a_command_keeps_its_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("import nanote.absent\n")
+@pytest.mark.parametrize("code", [
+    "import nanote.absent", "import torch._C", "raise ImportError('nanote.absent torch._C')"])
+def test_a_mistake_in_the_code_of_a_command_keeps_its_traceback(tmp_path, code):
+    """And a package that is installed but broken, here torch."""
+    (tmp_path / "torch.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, ROOT / "train.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" in done.stderr and "nanote.absent" in done.stderr
+    assert done.returncode == 1 and "Traceback" in done.stderr and "not installed" not in done.stderr
 
 
 def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):

@@ -464,6 +464,11 @@ def test_measured_md_has_the_difference_over_a_run(monkeypatch):
         assert row[1] == row[2] == "+0.0150 (-0.0485 to +0.0785)"
 
 
+def test_a_record_of_an_arm_that_is_gone_has_its_row():
+    rows = gaps.summarize([run_of("bf16", 1, 2.0), run_of("fp8-gone", 1, 2.1)])
+    assert [(row["arm"], row["seeds"]) for row in rows] == [("fp8-gone", 1)]
+
+
 def test_runs_before_a_change_of_rounding_have_rows_of_their_own(monkeypatch):
     before = [run | {"commit": "9291634c"} for run in whole_runs_of_two_lengths()]
     since = [run | {"commit": "08af75d0", "seed": run["seed"] + 2} for run in before]
