@@ -173,7 +173,9 @@ for step in range(1, options.steps + 1):
         speed = step * options.batch * options.length / seconds
         print(f"step {step}  loss {loss:.4f}  norm {norm:.3f}  {speed:,.0f} tokens/s", flush=True)
     if step % 100 == 0 or is_last:
+        paused = time.perf_counter()
         print(f"step {step}  validation loss {validation_loss():.4f}", flush=True)
+        started += time.perf_counter() - paused  # tokens/s are those of training
 
 # Plain tensors, the FP8 scales included. To read them:
 #     state = torch.load("minimal.pt", weights_only=True)

@@ -67,8 +67,9 @@ def _call(main) -> tuple[int, str]:
             time.sleep(3)  # if rank 0 fails too, torchrun ends this process meanwhile: one line is enough
         return 2, error_line(error)
     except ModuleNotFoundError as error:  # a package that this command alone needs, such as transformers
-        package = error.name.partition(".")[0]
-        return 2, f"needs the package {package}, which is not installed: pip install {package}"
+        if "." in error.name:  # a part of a package that is installed
+            raise
+        return 2, f"needs the package {error.name}, which is not installed: pip install {error.name}"
     except KeyboardInterrupt as stop:
         return 130, str(stop) or "interrupted"
 

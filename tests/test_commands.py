@@ -205,6 +205,11 @@ def test_a_package_that_a_command_lacks_is_one_line(monkeypatch, capsys):
         "export_hf.py: needs the package transformers, which is not installed: pip install transformers\n")
 
 
+def test_a_part_that_a_package_lacks_is_no_missing_package():
+    with pytest.raises(ModuleNotFoundError, match="torch.absent"):
+        run_command(lambda: importlib.import_module("torch.absent"), "export_hf.py")
+
+
 def test_training_needs_no_streams_and_no_triton(world, tmp_path):
     """As after the terminal was closed, on a machine without Triton and fast_kernels."""
     program = tmp_path / "program.py"
