@@ -18,29 +18,31 @@ A run consists of parts. The arm trains the window, from `start` to `stop`; the 
 
 These are fractions of a whole run of --tokens, whose schedule the learning rate follows. The baseline trains
 the same parts, all of them in BF16. Each part has a folder inside that of the part before it, so that arms
-share what comes before the window. Of --tokens 45e6 --start 0.75 --stop 1:
+share what comes before the window. That is cut at each quarter, so that a later --start continues there. Of
+--tokens 45e6 --start 0.75 --stop 1:
 
     out/paired/packages-r50k_base-124m-344steps-lr0.0012-seed1     initial weights
         bf16-1-86/bf16-87-172/bf16-173-258                          BF16, saved at each quarter
             bf16-259-344                                            the window of the baseline
             fp8-259-344                                             that of the arm
 
-A part begins with the weights and moments of the part before it, and finds FP8's scales on its first batch.
-The arm nanogpt loads the kit's weights and moments by their names in nanoGPT. All arms train with train.py's
-own step; they are in bench/arms.py.
+A part begins with the weights and moments of the part before it, and finds FP8's scales anew, on its first
+batch. The arm nanogpt loads the kit's weights and moments by their names in nanoGPT. All arms train with
+train.py's own step; they are in bench/arms.py.
 
 With --init-from all runs begin with the weights of the base, a run of train.py or its step-<n>. With
 --lora-rank both runs of a pair train only adapters, by the edit `lora`.
 
-Each GPU trains its share of the seeds. Before --minutes are over, or at SIGTERM or Ctrl-C, a run saves its
-state, and the same command continues it, with the scales too. The state of a part, about 1.5 GB for 124m,
-stays in --out-dir; without it the same command trains the part again.
+Each GPU trains whole runs: of four seeds on two GPUs each trains two. Before --minutes are over, or at
+SIGTERM or Ctrl-C, a run saves its state, and the same command continues it, with its scales. The state of a
+part, about 1.5 GB for 124m, stays in --out-dir; without it the same command trains the part again.
 
 The JSON is written after each run. It has in `runs` a record per complete run, with the loss of each step.
-From all of them bench/gaps.py makes `rows`: differences with their intervals, and how much faster an arm is
-at the loss of BF16. Two runs are a pair only if they are of one machine, commit, PyTorch and model, and
-shared everything before the window; the script prints every run that it leaves out. After a new
-commit use another --out-dir, so that BF16 is trained with it, too.
+From all of them bench/gaps.py makes `rows`: differences with their intervals and, of whole runs of two
+lengths, the speed to equal loss: how much faster an arm is if it trains until it has BF16's loss. Two runs
+are a pair only if they are of one machine, commit, PyTorch and, but for some arms, model, if they shared
+everything before the window, and if BF16's loss is finite; the script prints every run that it leaves out.
+After a new commit use another --out-dir, so that BF16 is trained with it, too.
 
 The runs of a pair train one after the other, not in turns: the GPU's clock may differ between them.
 """
