@@ -80,7 +80,14 @@ import torch
 import train
 from bench import edits
 from bench.arms import ARMS, BASELINE, SIZES
-from bench.gaps import SAME_ORIGIN, lines_about_left_out, main_table, stored_key, summarize
+from bench.gaps import (
+    SAME_ORIGIN,
+    lines_about_left_out,
+    main_table,
+    origin_of,
+    stored_key,
+    summarize,
+)
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, write_json
 from bench.step import free, make_parts
@@ -663,7 +670,8 @@ def check_base(options: Options, config: TrainConfig, data_meta: dict) -> None:
 
 
 def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
-    """Raise ValueError if the folder of a part has a checkpoint of other data or other options."""
+    """Raise ValueError if the folder of a part has a checkpoint of other data or other options, or one that
+    another commit has begun."""
     meta = meta_of(part)
     if meta is None:
         return
@@ -675,6 +683,10 @@ def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
         if fields.get(name) != value:
             raise ValueError(f"{part.folder}: was trained with {name} {value}, now {fields.get(name)}; "
                              "name another --out-dir")
+    begun_by, own = (origin_of({"commit": name})["commit"] for name in (meta["commit"], commit()))
+    if not is_complete(part) and begun_by != own:
+        raise ValueError(f"{part.folder}: was begun by commit {begun_by}, and this is {own}; "
+                         "name another --out-dir")
 
 
 def complete_runs(options: Options) -> list[dict]:

@@ -74,6 +74,25 @@ def test_a_run_that_is_cut_continues(study, monkeypatch):
         assert run["val_loss"] == other["val_loss"]
 
 
+def test_a_run_that_is_cut_is_continued_by_the_same_commit_only(study, monkeypatch):
+    """A complete part of another commit may stay."""
+    seconds = itertools.count()
+    monkeypatch.setattr(paired, "clock", lambda: next(seconds))
+    monkeypatch.setenv("NANOTE_COMMIT", "a" * 40)
+    for _ in range(2):  # the second one begins BF16's steps
+        code, _ = study("--arms", "fp8", "--minutes", "0.05")
+        assert code == 1
+    monkeypatch.setenv("NANOTE_COMMIT", "b" * 40)
+    with pytest.raises(ValueError, match="was begun by commit aaa.*, and this is bbb.*; name another"):
+        study("--arms", "fp8")
+    monkeypatch.setenv("NANOTE_COMMIT", "a" * 40 + "-dirty")
+    code, _ = study("--arms", "fp8", "--minutes", "99")
+    assert code == 0
+    monkeypatch.setenv("NANOTE_COMMIT", "b" * 40)
+    code, _ = study("--arms", "fp8", "--minutes", "99")
+    assert code == 0
+
+
 def test_sigterm_saves_the_state(study, monkeypatch):
     _, expected = study("--arms", "fp8")
     trained = []
