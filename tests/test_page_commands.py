@@ -380,7 +380,7 @@ def test_a_command_is_parsed(command, monkeypatch):
 def test_make_train_refuses_to_sample_another_run():
     for arguments, code in (("--max-steps 50", 0), ("--out-dir other", 2), ("--out-dir=other", 2),
                             ("--max-steps 50 --preset gpt2-124m", 2), ("--config mine.yaml", 2)):
-        command = ["make", "--dry-run", "train", f"ARGS={arguments}"]
+        command = ["make", "--dry-run", "--no-print-directory", "train", f"ARGS={arguments}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code, arguments
         if code:

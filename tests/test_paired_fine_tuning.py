@@ -167,7 +167,7 @@ def test_measured_md_has_fine_tuning(monkeypatch):
     assert rows[0]["validation loss in %"] == "+0.12 (-0.39 to +0.63)"  # of 2.5
     assert rows[1]["in %"] == "-"
     titles, *_ = tables_of(measured.difference_over_run())
-    assert titles == ["steps", "`fp8`, 124m, 20,000 tokens, since 44b33a5, 1 seeds"], "from random weights"
+    assert titles == ["steps", "`fp8`, 124m, 20,000 tokens, 1 seeds"], "from random weights"
     set_results(monkeypatch, runs[:2])
     assert measured.fine_tuning() == "", "no section without such runs"
 
