@@ -105,10 +105,11 @@ def arm_of(run: dict) -> Arm:
 
 def origin_of(run: dict) -> dict:
     """Return {name of SAME_ORIGIN: value}. Uncommitted changes do not count, since the JSON may be one."""
-    origin = {name: run.get(name) for name in SAME_ORIGIN}
-    if origin["commit"]:
-        origin["commit"] = origin["commit"].removesuffix("-dirty")
-    return origin
+    return {name: run.get(name) for name in SAME_ORIGIN} | {"commit": without_dirty(run.get("commit"))}
+
+
+def without_dirty(commit: str | None) -> str | None:
+    return commit and commit.removesuffix("-dirty")
 
 
 def other_origin(run: dict, baseline: dict) -> str:

@@ -326,6 +326,11 @@ def summarize(ranks: list[dict], steps: int) -> dict:
             "ends_apart_us": {"mean": statistics.mean(apart), "max": max(apart)}}
 
 
+def mean_terms(row: dict) -> dict:
+    """Return {term: ms, mean over ranks} of what a step together takes longer than a step alone."""
+    return {term: statistics.mean(rank["difference_ms"][term] for rank in row["ranks"]) for term in TERMS}
+
+
 def ends_apart(profiles: list[Profile], offsets: list[int]) -> list[float]:
     """Return for each step the us from the first rank's end of it to the last one's."""
     found = []

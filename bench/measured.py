@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import gaps
+from bench import gaps, kernel_times
 from bench.first_commits import measured_with
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -794,12 +794,9 @@ def several_gpus():
 
 def why_several_gpus_are_slower():
     rows = read("rank_trace")
-    terms = ("slower kernels", "different kernels", "optimizer", "exposed communication", "idle")
     for row in rows:
-        differences = [rank["difference_ms"] for rank in row["ranks"]]
-        row["sum"] = statistics.mean(sum(difference.values()) for difference in differences)
-        for term in terms:
-            row[term] = statistics.mean(difference[term] for difference in differences)
+        terms = kernel_times.mean_terms(row)
+        row |= terms | {"sum": sum(terms.values())}
         row["beside"] = statistics.mean(rank["slowdown"]["beside"] for rank in row["ranks"])
         sent = []
         for name, found in row["ranks"][0]["communication"].items():

@@ -121,6 +121,26 @@ def warm(training, batches, device) -> list[float]:
     return numbers
 
 
+def with_one_gpu(layout, config, options, device, batches, together, numbers) -> dict:
+    """Make the same training for this GPU alone. Return {"one": its step, "all": that of `together`}.
+
+    numbers: loss and gradient norm of `together`; ValueError if one GPU computes others.
+    """
+    with alone():
+        single = make_training(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
+        expected = warm(single, batches, device)
+    check_agreement(numbers, expected, config)
+    return {"one": alone()(lambda: single(batches, measure.LR)), "all": lambda: together(batches, measure.LR)}
+
+
+def describe_network() -> dict:
+    """Return the fields of a row about NCCL."""
+    return {
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
+        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
+
+
 def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
     step.free()
@@ -131,14 +151,10 @@ def measure_row(layout, config, options, device) -> dict:
     peak = peak_gib(together, device, occupied)
     if not math.isfinite(loss):
         raise ValueError(f"the loss is {loss}, so nothing is timed")
-    functions = {"all": lambda: together(batches, measure.LR)}
     if options.compare:
-        with alone():
-            ddp_config = dataclasses.replace(config, parallel="ddp")
-            single = make_training(layout, ddp_config, options, device, batches)
-            expected = warm(single, batches, device)
-        check_agreement((loss, norm), expected, config)
-        functions = {"one": alone()(lambda: single(batches, measure.LR))} | functions
+        functions = with_one_gpu(layout, config, options, device, batches, together, (loss, norm))
+    else:
+        functions = {"all": lambda: together(batches, measure.LR)}
     times_of_ranks = over_ranks(measure.in_turns(functions, options.steps, device))
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     slowest_ms = max(statistics.median(times["all"]) for times in times_of_ranks)
@@ -197,11 +213,8 @@ def main(argv=None) -> None:
         torch.cuda.set_device(device)
     keys = ("gpus", "gpu", "parallel", "shape", "recipe", "grad_accum", "nccl_max_ctas")
     rows = report.Rows(options.json if ranks.rank == 0 else None, keys, "bench/multi_gpu.py", argv)
-    common = {
-        "gpus": ranks.count, "gpu": rows.origin["gpu"], "grad_accum": options.accum,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
-        "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
-        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
+    common = describe_network() | {
+        "gpus": ranks.count, "gpu": rows.origin["gpu"], "grad_accum": options.accum}
     for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes):
         changes = dict(fp8_recipe=recipe, grad_accum=options.accum, parallel=layout)
         row = common | {"parallel": layout, "shape": shape, "recipe": recipe, "fa4": flash_version == 4}

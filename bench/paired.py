@@ -84,9 +84,9 @@ from bench.gaps import (
     SAME_ORIGIN,
     lines_about_left_out,
     main_table,
-    origin_of,
     stored_key,
     summarize,
+    without_dirty,
 )
 from bench.nanogpt import names_of_kit
 from bench.report import check_output, command_line, commit, write_json
@@ -683,8 +683,11 @@ def check_folder(config: TrainConfig, part: Part, train_sha256: str) -> None:
         if fields.get(name) != value:
             raise ValueError(f"{part.folder}: was trained with {name} {value}, now {fields.get(name)}; "
                              "name another --out-dir")
-    begun_by, own = (origin_of({"commit": name})["commit"] for name in (meta["commit"], commit()))
-    if not is_complete(part) and begun_by != own:
+    if is_complete(part):
+        return
+    begun_by = without_dirty(meta["commit"])
+    own = without_dirty(commit())
+    if begun_by != own:
         raise ValueError(f"{part.folder}: was begun by commit {begun_by}, and this is {own}; "
                          "name another --out-dir")
 

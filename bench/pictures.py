@@ -232,17 +232,11 @@ causal; –: does not run; errors of the FP8 kernel: up to {100 * max(fp8_errors
     figure.savefig(path)
 
 
-def mean_terms(row) -> dict:
-    """Return {term: ms, mean over ranks} of what a step together takes longer than a step alone."""
-    return {term: statistics.mean(rank["difference_ms"][term] for rank in row["ranks"])
-            for term in kernel_times.TERMS}
-
-
 def describe_difference(row) -> str:
     """Return the durations of a step together and alone, and the terms of the difference."""
     alone, together = (statistics.mean(rank["step_ms"][name] for rank in row["ranks"])
                        for name in ("alone", "together"))
-    terms = sorted(mean_terms(row).items(), key=lambda item: -item[1])
+    terms = sorted(kernel_times.mean_terms(row).items(), key=lambda item: -item[1])
     listed = [f"{term} {ms:+.1f}" for term, ms in terms if abs(ms) >= 0.05]
     return f"{row['parallel']}, {together:.1f} ms, alone {alone:.1f}: {', '.join(listed)}"
 
@@ -269,7 +263,7 @@ def draw_rank_trace(rows, path):
     rows = [row for row in rows if (row["shape"], row["gpus"]) == (rows[0]["shape"], rows[0]["gpus"])]
     costs = []
     for row in rows:
-        terms = mean_terms(row)
+        terms = kernel_times.mean_terms(row)
         timed = row["ms_all"] - row["ms_one"]
         costs.append(f"{row['parallel']} {sum(terms.values()):+.1f} ms (timed {timed:+.1f}), "
                      f"mostly {max(terms, key=terms.get)}")

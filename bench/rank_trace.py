@@ -168,12 +168,7 @@ def record(config, options, device) -> dict:
         copied, sent_sizes = sent_by_copies(sharded_adam)
         sent |= copied
     multi_gpu.warm(together, batches, device)
-    with multi_gpu.alone():
-        single = step.Training(dataclasses.replace(config, parallel="ddp"), device, batches)
-        expected = multi_gpu.warm(single, batches, device)
-    multi_gpu.check_agreement(numbers, expected, config)
-    functions = {"one": multi_gpu.alone()(lambda: single(batches, measure.LR)),
-                 "all": lambda: together(batches, measure.LR)}
+    functions = multi_gpu.with_one_gpu(config.parallel, config, options, device, batches, together, numbers)
     times = measure.in_turns(functions, options.timed_steps, device)
     return {
         "alone": trace_steps(functions["one"], options.steps + 1),
@@ -338,11 +333,8 @@ def main(argv=None) -> None:
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     keys = ("gpus", "gpu", "parallel", "shape", "recipe")
     rows = report.Rows(options.json if ranks.rank == 0 else None, keys, "bench/rank_trace.py", argv)
-    common = rows.origin | {
-        "gpus": ranks.count, "recipe": options.recipe, "fa4": flash_version == 4,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
-        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
+    common = rows.origin | multi_gpu.describe_network() | {
+        "gpus": ranks.count, "recipe": options.recipe, "fa4": flash_version == 4}
     for shape, layout in itertools.product(options.shapes, options.layouts):
         config = dataclasses.replace(step.make_config(multi_gpu.SHAPES[shape], device),
                                      fp8_recipe=options.recipe, parallel=layout)
